@@ -1,0 +1,47 @@
+"""Every error this package raises on purpose.
+
+    Fp4Error
+    |-- ConfigError       the `fp4` section (or a file around it) asks for something it cannot have
+    |-- UnsupportedError  a valid request that this machine, version or combination cannot honour
+    |-- DataError         training text, tokens or a tokenizer that cannot be used
+    |-- MismatchError     what ran is not what was asked for
+    `-- NotRunYet         a question about a run that has not happened yet
+
+The first three are also `ValueError`, the last two `RuntimeError`, so callers need not import us.
+A message says what, the value, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "Fp4Error",
+    "MismatchError",
+    "NotRunYet",
+    "UnsupportedError",
+]
+
+
+class Fp4Error(Exception):
+    """Base of all errors raised by fp4_plugin."""
+
+
+class ConfigError(Fp4Error, ValueError):
+    """A configuration that is wrong in itself; the message names path, value, what is allowed."""
+
+
+class UnsupportedError(Fp4Error, ValueError):
+    """A request that this combination of software and hardware cannot honour."""
+
+
+class DataError(Fp4Error, ValueError):
+    """Training data or a tokenizer that cannot be used."""
+
+
+class MismatchError(Fp4Error, RuntimeError):
+    """What really ran differs from what the configuration asked for."""
+
+
+class NotRunYet(Fp4Error, RuntimeError):
+    """Nothing has run yet that could be checked."""
