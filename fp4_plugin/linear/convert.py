@@ -1,0 +1,104 @@
+"""From a model and a configuration to a plan, and from the plan to FP4 layers.
+
+Head and embeddings keep high precision by role, not by name: the module that
+`get_output_embeddings()` returns, a linear that shares its weight with an embedding, and a linear
+as wide as an embedding has entries (it produces logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fp4_plugin.linear.function import LayerRun
+from fp4_plugin.linear.module import FP4Linear
+from fp4_plugin.linear.spec import LinearSpec
+
+__all__ = ["HighPrecisionModule", "ModelPlan", "apply_plan", "plan_model"]
+
+
+@dataclass(frozen=True)
+class HighPrecisionModule:
+    """A module with parameters that is left as it is, and why."""
+
+    name: str
+    kind: str
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """layers: what each linear (by dotted name) is to run; untouched: all other parameters."""
+
+    layers: dict[str, LinearSpec] = field(default_factory=dict)
+    untouched: tuple[HighPrecisionModule, ...] = ()
+
+
+def plan_model(model: nn.Module, spec_for: Callable[[str], LinearSpec | None]) -> ModelPlan:
+    """Decide for every module of `model`. Reads classes, names and shapes, never values.
+
+    spec_for: dotted name -> spec, or None where the configuration wants high precision.
+    """
+    head_reasons = _head_reasons(model)
+    layers: dict[str, LinearSpec] = {}
+    untouched: list[HighPrecisionModule] = []
+    for name, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        if not parameters:
+            continue
+        reason = _reason_to_keep(module) or head_reasons.get(module)
+        spec = None if reason else spec_for(name)
+        if spec is not None:
+            layers[name] = spec
+            continue
+        reason = reason or "the configuration selects bf16 for this layer"
+        dtype = str(parameters[0].dtype).removeprefix("torch.")
+        untouched.append(HighPrecisionModule(name, type(module).__name__, dtype, reason))
+    return ModelPlan(layers, tuple(untouched))
+
+
+def apply_plan(
+    model: nn.Module, plan: ModelPlan, *, keep_weight_codes: bool = True
+) -> dict[str, LayerRun]:
+    """Swap the class of every planned linear in place; returns the run of each by name."""
+    runs = {name: LayerRun(name, spec, keep_weight_codes) for name, spec in plan.layers.items()}
+    for name, run in runs.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        FP4Linear.from_run(linear, run)
+    return runs
+
+
+def _reason_to_keep(module: nn.Module) -> str | None:
+    if type(module) in (nn.Linear, FP4Linear):
+        return None
+    if isinstance(module, nn.Embedding):
+        return "embedding: a table look-up, there is no GEMM"
+    if isinstance(module, nn.Linear):
+        return f"{type(module).__name__} is a subclass of nn.Linear with a behaviour of its own"
+    if "norm" in type(module).__name__.lower():
+        return "normalisation: element-wise, there is no GEMM"
+    return "not an nn.Linear"
+
+
+def _head_reasons(model: nn.Module) -> dict[nn.Module, str]:
+    """Linears that produce logits, with what gave them away."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    embedding_weights = {id(embedding.weight) for embedding in embeddings}
+    vocabularies = {embedding.num_embeddings for embedding in embeddings}
+    reasons: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if id(module.weight) in embedding_weights:
+            reasons[module] = "output head: shares its weight with an embedding"
+        elif module.out_features in vocabularies:
+            reasons[module] = "output head: as many outputs as the embedding has entries"
+    for module in model.modules():
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            reasons[head] = "output head: it produces the logits"
+    return reasons

@@ -1,0 +1,235 @@
+"""The FP4 linear as one autograd function with three GEMMs (arXiv 2501.17116, section 3).
+
+Shapes: x (T, K), weight W (N, K), grad_output G (T, N). Q() are codes, s_ their scales: s_x one
+per token, s_w one per output channel.
+
+    fprop  Y (T, N)  = [Q(x_c) Q(W)^T] * s_x * s_w^T + dx W^T + bias
+    dgrad  dX (T, K) = [Q(G * s_w^T) Q(W)] * s_g
+    wgrad  dW (N, K) = [Q((G * s_x)^T) Q(x_c)] * s_g * slope(W) + G^T dx
+
+x_c is the clamped input and dx what clamping cut off, multiplied by the unquantised weight (and,
+in wgrad, by the unquantised G; it never went through the rounding, so it carries no slope). dX is
+straight-through for every element, clamped or not. In backward a scale of the saved codes lies on
+the contraction axis, where it cannot be an epilogue: it is folded into G before G's cast. G's own
+scale is one per token in dgrad, one per output channel in wgrad. In `bf16` arithmetic G is folded
+and not cast below BF16; in `fp4` both operands are quantised along the contraction axis instead.
+
+The code GEMM of two 4-bit operands is exact, and the epilogue has a fixed order:
+f32(f32(acc * s_x) * s_w), + dx W^T, + bias, one cast to the output dtype.
+
+Saved for backward: packed codes, scales, the fixed-width residual and the weight parameter; the
+input itself is not kept, and the slope's argument is recomputed from the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp4_plugin.core.outliers import SparseRows
+from fp4_plugin.linear.operand import (
+    Operand,
+    QuantizedInput,
+    gemm,
+    quantize_operand,
+    scaled,
+    scaled_weight,
+)
+from fp4_plugin.linear.record import LayerRecord
+from fp4_plugin.linear.shared_input import shared_quantized_input
+from fp4_plugin.linear.spec import LinearSpec
+
+__all__ = ["LayerRun", "fp4_linear"]
+
+
+@dataclass
+class LayerRun:
+    """A layer at work: its spec, and the record of what it did.
+
+    keep_weight_codes: save the weight's codes for dgrad instead of quantising again in backward.
+    Off where weights are sharded (ZeRO-3): saved codes would hold a whole model of them.
+    """
+
+    name: str
+    spec: LinearSpec
+    keep_weight_codes: bool = True
+    record: LayerRecord = field(default_factory=LayerRecord)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What backward needs; `activation` is quantised along K, or along T where wgrad is fp4."""
+
+    weight: torch.Tensor
+    activation: Operand
+    residual: SparseRows | None
+    weight_codes: Operand | None
+
+
+def fp4_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, run: LayerRun
+) -> torch.Tensor:
+    """x: (..., K), weight: (N, K), bias: (N) or None, all of one float dtype -> (..., N).
+
+    Under autocast the output has the autocast dtype, and operands are quantised from the dtype
+    they are stored in. Raises RuntimeError if shapes or (without autocast) dtypes do not fit.
+    """
+    device_type = x.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    _check_operands(x, weight, run.name, autocast=autocast)
+    output_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    with torch.autocast(device_type, enabled=False):
+        with torch.no_grad():
+            quantized = shared_quantized_input(x, run.spec)
+        rows = x.reshape(-1, x.shape[-1])
+        output: torch.Tensor = _FP4Linear.apply(rows, weight, bias, quantized, run, output_dtype)
+    return output.view(*x.shape[:-1], weight.shape[0])
+
+
+def _check_operands(x: torch.Tensor, weight: torch.Tensor, name: str, *, autocast: bool) -> None:
+    layer = name or "FP4Linear"
+    if x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"{layer}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)}: "
+            f"its last dimension must be {weight.shape[1]}"
+        )
+    if x.dtype != weight.dtype and not autocast:
+        raise RuntimeError(
+            f"{layer}: input is {x.dtype} and weight {weight.dtype}; cast one of them or use "
+            "autocast"
+        )
+
+
+class _FP4Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantized: QuantizedInput,
+        run: LayerRun,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        weight_codes = quantize_operand(weight, run.spec.weight)
+        with run.record.gemm("fprop"):
+            output = _fprop(quantized, weight_codes, weight, bias)
+        run.record.tokens += x.shape[0]
+        ctx.run, ctx.input_dtype, ctx.num_tokens = run, x.dtype, x.shape[0]
+        needed = zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False)
+        run.record.needed.update(gemm for gemm, is_needed in needed if is_needed)
+        if any(ctx.needs_input_grad):
+            _save(ctx, quantized, weight_codes, weight)
+        return output.to(output_dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = _restore(ctx)
+        run: LayerRun = ctx.run
+        grad_input = grad_weight = grad_bias = None
+        with torch.autocast(grad_output.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                with run.record.gemm("dgrad"):
+                    grad_input = _dgrad(grad_output, saved, run.spec).to(ctx.input_dtype)
+            if ctx.needs_input_grad[1]:
+                with run.record.gemm("wgrad"):
+                    grad_weight = _wgrad(grad_output, saved, run.spec).to(saved.weight.dtype)
+            if ctx.needs_input_grad[2]:
+                # autograd casts it to the dtype of the bias.
+                grad_bias = grad_output.sum(0, dtype=torch.float32)
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _fprop(
+    quantized: QuantizedInput,
+    weight_codes: Operand,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """(T, N) float32."""
+    output = scaled(gemm(quantized.rows, weight_codes, "nt"), quantized.rows.scale_inv)
+    output = scaled(output, _transposed(weight_codes.scale_inv))
+    if quantized.residual is not None:
+        output = output + quantized.residual.matmul_t(weight)
+    return output if bias is None else output + bias.to(torch.float32)
+
+
+def _dgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
+    """(T, K) float32."""
+    if spec.dgrad == "fp4":
+        grad = quantize_operand(grad_output, spec.grad_output)
+        columns = quantize_operand(saved.weight.t().contiguous(), spec.weight)
+        grad_input = scaled(gemm(grad, columns, "nt"), grad.scale_inv)
+        return scaled(grad_input, _transposed(columns.scale_inv))
+    codes = saved.weight_codes or quantize_operand(saved.weight, spec.weight)
+    folded = scaled(grad_output, _transposed(codes.scale_inv))
+    grad = _grad_operand(folded, grad_output.dtype, spec.dgrad, spec)
+    return scaled(gemm(grad, codes, "nn"), grad.scale_inv)
+
+
+def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
+    """(N, K) float32."""
+    activation = saved.activation
+    if spec.keeps_transposed_input:
+        grad = quantize_operand(grad_output.t().contiguous(), spec.grad_output)
+        grad_weight = scaled(gemm(grad, activation, "nt"), grad.scale_inv)
+        grad_weight = scaled(grad_weight, _transposed(activation.scale_inv))
+    else:
+        folded = scaled(grad_output, activation.scale_inv).t().contiguous()
+        grad = _grad_operand(folded, grad_output.dtype, spec.wgrad, spec)
+        grad_weight = scaled(gemm(grad, activation, "nn"), grad.scale_inv)
+    if spec.weight.format is not None:
+        slope = spec.estimator.slope(scaled_weight(saved.weight, spec.weight), spec.weight.format)
+        grad_weight = scaled(grad_weight, slope)
+    if saved.residual is not None:
+        num_columns = saved.weight.shape[1]
+        grad_weight = grad_weight + saved.residual.weight_gradient(grad_output, num_columns)
+    return grad_weight
+
+
+def _grad_operand(
+    folded: torch.Tensor, dtype: torch.dtype, arithmetic: str, spec: LinearSpec
+) -> Operand:
+    """The folded gradient as the GEMM reads it: 8-bit rows, or values of the gradient's dtype.
+
+    Folded float16 stays float32: its product with a scale leaves float16's range.
+    """
+    if arithmetic == "fp8":
+        return quantize_operand(folded, spec.grad_output)
+    values = folded if dtype == torch.float16 else folded.to(dtype)
+    return Operand(values, None, None, values.shape[1])
+
+
+def _transposed(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale_inv is None else scale_inv.t()
+
+
+def _save(ctx: Any, quantized: QuantizedInput, weight_codes: Operand, weight: torch.Tensor) -> None:
+    """Every tensor goes through save_for_backward, where hooks and checkpointing see it."""
+    run: LayerRun = ctx.run
+    activation = quantized.transposed or quantized.rows
+    residual = quantized.residual
+    of_residual = (residual.columns, residual.values, residual.offsets) if residual else (None,) * 3
+    of_input = (activation.data, activation.scale_inv, *of_residual)
+    keeps_codes = run.keep_weight_codes and run.spec.weight.format and run.spec.dgrad != "fp4"
+    of_weight = (weight_codes.data, weight_codes.scale_inv) if keeps_codes else (None, None)
+    ctx.save_for_backward(weight, *of_input, *of_weight)
+    num_elements = ctx.num_tokens * weight.shape[1]
+    run.record.count_saved(num_elements, of_input, of_weight)
+
+
+def _restore(ctx: Any) -> _Saved:
+    weight, data, scale_inv, columns, values, offsets, codes, codes_scale = ctx.saved_tensors
+    spec: LinearSpec = ctx.run.spec
+    num_columns = ctx.num_tokens if spec.keeps_transposed_input else weight.shape[1]
+    return _Saved(
+        weight=weight,
+        activation=Operand(data, spec.input.format, scale_inv, num_columns),
+        residual=None if columns is None else SparseRows(columns, values, offsets),
+        weight_codes=None
+        if codes is None
+        else Operand(codes, spec.weight.format, codes_scale, weight.shape[1]),
+    )

@@ -1,0 +1,126 @@
+"""What a GEMM reads: a stored matrix of codes or values, with its scales apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp4_plugin.core import ops
+from fp4_plugin.core.formats import MiniFloat
+from fp4_plugin.core.outliers import SparseRows, split_outliers
+from fp4_plugin.core.scaling import clamped_amax, row_amax, scales_from_amax
+from fp4_plugin.linear.spec import LinearSpec, OperandSpec
+
+__all__ = [
+    "Operand",
+    "QuantizedInput",
+    "gemm",
+    "quantize_input",
+    "quantize_operand",
+    "scaled",
+    "scaled_weight",
+]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A stored (R, C) matrix.
+
+    data: uint8 codes (4-bit ones packed to (R, ceil(C/2))), or values where format is None.
+    scale_inv: float32 (R, 1) or (1, 1); None for values.
+    """
+
+    data: torch.Tensor
+    format: MiniFloat | None
+    scale_inv: torch.Tensor | None
+    num_columns: int
+
+    @property
+    def num_bytes(self) -> int:
+        scale_bytes = 0 if self.scale_inv is None else self.scale_inv.nbytes
+        return self.data.nbytes + scale_bytes
+
+
+@dataclass(frozen=True)
+class QuantizedInput:
+    """An activation (T, K) as a layer's GEMMs read it.
+
+    rows: quantised along K, for fprop (and for wgrad unless it reads `transposed`).
+    transposed: (K, T), quantised along T; only where wgrad is fp4.
+    residual: what clamping cut off, if it is to be added back.
+    """
+
+    rows: Operand
+    transposed: Operand | None
+    residual: SparseRows | None
+
+
+def quantize_operand(
+    x: torch.Tensor,
+    spec: OperandSpec,
+    low: torch.Tensor | None = None,
+    high: torch.Tensor | None = None,
+) -> Operand:
+    """x: (R, C), any float, clamped to [low, high] first if given."""
+    if spec.format is None:
+        return Operand(x, None, None, x.shape[1])
+    codes, scale_inv = ops.quantize_rows(
+        x,
+        spec.format,
+        rounding=spec.rounding,
+        scale=spec.scale,
+        amax=_tensor_amax(x, low, high) if spec.granularity == "tensor" else None,
+        low=low,
+        high=high,
+    )
+    return Operand(codes, spec.format, scale_inv, x.shape[1])
+
+
+def quantize_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
+    """x: (T, K), any float; everything that the three GEMMs of a layer need of it."""
+    outliers = spec.outliers
+    split = split_outliers(x, outliers.alpha, outliers.scope) if outliers else None
+    low, high = (split.low, split.high) if split else (None, None)
+    rows = quantize_operand(x, spec.input, low, high)
+    transposed = None
+    if spec.keeps_transposed_input:
+        transposed = quantize_operand(_clamped(x, low, high).t().contiguous(), spec.input)
+    keep = outliers is not None and outliers.compensation is not None
+    return QuantizedInput(rows, transposed, split if keep else None)
+
+
+def _clamped(x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
+    """clamp(x, low, high) in float32; NaN throughout a row of x that is not finite."""
+    if low is None or high is None:
+        return x
+    clamped = torch.minimum(torch.maximum(x.to(torch.float32), low), high)
+    return torch.where(row_amax(x).isfinite(), clamped, torch.nan)
+
+
+def scaled_weight(weight: torch.Tensor, spec: OperandSpec) -> torch.Tensor:
+    """clamp(f32(W * inv), -max, max): (N, K) float32, the argument of the estimator's slope."""
+    assert spec.format is not None
+    tensor_wide = spec.granularity == "tensor"
+    amax = _tensor_amax(weight, None, None) if tensor_wide else row_amax(weight)
+    scales = scales_from_amax(amax, spec.format, spec.scale)
+    return (weight.to(torch.float32) * scales.inv).clamp_(-spec.format.max, spec.format.max)
+
+
+def gemm(a: Operand, b: Operand, layout: str) -> torch.Tensor:
+    """float32 product of the codes or values, without scales; layout as in core/ops.py."""
+    columns = (a.num_columns, b.num_columns)
+    return ops.gemm(a.data, a.format, b.data, b.format, layout, columns)
+
+
+def scaled(x: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
+    """x * scale_inv as float32, or x as it is if there is no scale."""
+    return x if scale_inv is None else x * scale_inv
+
+
+def _tensor_amax(
+    x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None
+) -> torch.Tensor:
+    if x.numel() == 0:
+        return torch.zeros((1, 1), device=x.device)
+    return clamped_amax(x, low, high).amax(dim=0, keepdim=True)
