@@ -1,0 +1,184 @@
+"""One converted model: its configuration, its plan, and the proof that the plan ran.
+
+    model + section --parse--> Fp4Config --plan--> ModelPlan --apply--> FP4 layers --run--> manifest
+
+DeepSpeed, Hugging Face and plain torch all pass through `activate`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fp4_plugin.config import Fp4Config, parse_section
+from fp4_plugin.errors import ConfigError, MismatchError, NotRunYet
+from fp4_plugin.linear.convert import ModelPlan, apply_plan, plan_model
+from fp4_plugin.linear.function import LayerRun
+from fp4_plugin.recipes import RECIPE_NOTES
+from fp4_plugin.telemetry.manifest import LayerReport, build_manifest, report_layers
+
+__all__ = ["Activation", "activate", "activation_of", "assert_active", "convert_to_fp4"]
+
+logger = logging.getLogger("fp4_plugin")
+
+_activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
+
+
+class Activation:
+    """What `activate` did to a model. `runs` maps layer names to their LayerRun."""
+
+    def __init__(
+        self, model: nn.Module, config: Fp4Config, plan: ModelPlan, runs: dict[str, LayerRun]
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.config = config
+        self.plan = plan
+        self.runs = runs
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise NotRunYet("the converted model no longer exists")
+        return model
+
+    def reports(self) -> list[LayerReport]:
+        """The status of every planned layer."""
+        return report_layers(self.model, self.runs)
+
+    def manifest(self, **facts: Any) -> dict[str, Any]:
+        """The run manifest as a JSON-ready dict; `facts` are added at its top."""
+        notes = [RECIPE_NOTES[self.config.recipe]] if self.config.recipe in RECIPE_NOTES else []
+        notes += self._causality_notes()
+        known = {
+            "config": self.config.resolved(),
+            "config_hash": self.config.hash(),
+            "notes": notes,
+        }
+        return build_manifest(self.model, self.plan, self.runs, {**known, **facts})
+
+    def verify(self) -> list[LayerReport]:
+        """Compare what ran with the plan; returns the layers that are still unproven.
+
+        Raises MismatchError if a layer was replaced or left out GEMMs, and NotRunYet if no layer
+        has run at all.
+        """
+        reports = self.reports()
+        wrong = [r for r in reports if r.status in ("lost", "incomplete")]
+        if wrong:
+            raise MismatchError(
+                f"{len(wrong)} of {len(reports)} FP4 layers did not run as planned: "
+                + "; ".join(f"{r.name}: {r.reason}" for r in wrong[:5])
+                + ("; ..." if len(wrong) > 5 else "")
+            )
+        unproven = [r for r in reports if r.status == "unproven"]
+        if unproven and len(unproven) == len(reports):
+            raise NotRunYet(
+                f"none of the {len(reports)} FP4 layers has run yet: call this after a step"
+            )
+        return unproven
+
+    def banner(self) -> str:
+        """One line for the log: what was converted and what was not."""
+        reasons: dict[str, int] = {}
+        for module in self.plan.untouched:
+            reason = module.reason.split(":")[0]
+            reasons[reason] = reasons.get(reason, 0) + 1
+        kept = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        return (
+            f"fp4: recipe {self.config.recipe!r} on {len(self.runs)} linear layers "
+            f"(config {self.config.hash()[:12]}); kept in high precision: {kept or 'nothing'}"
+        )
+
+    def _causality_notes(self) -> list[str]:
+        specs = [run.spec for run in self.runs.values()]
+        notes = []
+        if any(s.input.format and s.input.granularity == "tensor" for s in specs):
+            notes.append("not causal: one input scale per tensor lets tokens see each other")
+        if any(s.outliers and s.outliers.scope == "tensor" for s in specs):
+            notes.append("not causal: outlier thresholds of a whole tensor cross tokens")
+        return notes
+
+
+def activate(
+    model: nn.Module,
+    section: Mapping[str, Any] | Fp4Config,
+    *,
+    keep_weight_codes: bool = True,
+) -> Activation:
+    """Plan `model` and swap its linears in place. Weight values are never read.
+
+    Raises ConfigError for a wrong section, for a model that was converted already, and (unless
+    on_mismatch is "warn") if the section asks for FP4 layers and the model has none.
+    """
+    config = parse_section(section)
+    if model in _activations:
+        raise ConfigError(
+            "this model was converted already: convert a model once, or build a new one"
+        )
+    plan = plan_model(model, config.linear_spec) if config.enabled else ModelPlan()
+    _warn_about_idle_rules(config, model)
+    wants_layers = config.enabled and config.resolved()["linear"] is not None
+    if wants_layers and not plan.layers:
+        message = (
+            f"the model ({type(model).__name__}) has no linear layer to convert: only nn.Linear "
+            "modules that are not the output head are; check the model and the 'layers' rules"
+        )
+        if config.on_mismatch == "error":
+            raise ConfigError(message)
+        logger.warning("fp4: %s", message)
+    runs = apply_plan(model, plan, keep_weight_codes=keep_weight_codes)
+    activation = Activation(model, config, plan, runs)
+    _activations[model] = activation
+    return activation
+
+
+def activation_of(model_or_engine: Any) -> Activation | None:
+    """The activation of a model, or of what an engine or wrapper holds as `.module`."""
+    seen: Any = model_or_engine
+    while seen is not None:
+        if isinstance(seen, nn.Module) and seen in _activations:
+            return _activations[seen]
+        seen = getattr(seen, "module", None)
+    return None
+
+
+def convert_to_fp4(model: nn.Module, section: Mapping[str, Any] | Fp4Config) -> nn.Module:
+    """Turn the linears of `model` into FP4 layers, in place, and return it.
+
+    section: the dict under "fp4", or a parsed Fp4Config. Parameter objects and state-dict keys
+    stay the same. Raises as `activate`.
+    """
+    logger.info(activate(model, section).banner())
+    return model
+
+
+def assert_active(model_or_engine: Any) -> None:
+    """Raise unless every planned layer really ran as planned.
+
+    NotRunYet before the first step and while a layer has seen no token; MismatchError if a layer
+    was replaced or ran incompletely, and if the model was never converted.
+    """
+    activation = activation_of(model_or_engine)
+    if activation is None:
+        raise MismatchError(
+            f"{type(model_or_engine).__name__} was not converted: it runs in high precision. Is "
+            'the "fp4" section in the configuration, and fp4_plugin imported before the engine '
+            "was made?"
+        )
+    unproven = activation.verify()
+    if unproven:
+        names = ", ".join(report.name for report in unproven[:5])
+        raise NotRunYet(f"{len(unproven)} FP4 layers have seen no token yet: {names}")
+
+
+def _warn_about_idle_rules(config: Fp4Config, model: nn.Module) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    matched = [rule for name in names for rule in config.matching_rules(name)]
+    for index, rule in enumerate(config.layers):
+        if rule not in matched:
+            logger.warning("fp4: layers[%d] matches no linear layer: %r", index, rule["match"])

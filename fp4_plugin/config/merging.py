@@ -1,0 +1,54 @@
+"""Precedence: recipe < section < layers. Objects merge by key, everything else replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fp4_plugin.config.models import SECTION, LinearConfig
+from fp4_plugin.config.validation import build_estimator
+from fp4_plugin.recipes import RECIPES
+
+__all__ = ["Linear", "apply_rule", "complete", "has_path", "merged"]
+
+# A `linear` object as in JSON, or None for layers that stay in high precision.
+Linear = dict[str, Any] | None
+
+
+def merged(base: Any, override: Mapping[str, Any], key: str) -> Any:
+    """base with override[key] on top: objects merge by key, everything else replaces."""
+    if key not in override:
+        return base
+    value = override[key]
+    if not isinstance(value, Mapping) or not isinstance(base, Mapping):
+        return value
+    if "name" in value and value["name"] != base.get("name"):
+        return dict(value)  # another estimator: the parameters of the old one mean nothing
+    return {k: merged(base.get(k), value, k) for k in {**base, **value}}
+
+
+def apply_rule(linear: Linear, rule: Mapping[str, Any]) -> Linear:
+    if "recipe" in rule:
+        linear_of_recipe: Linear = RECIPES[rule["recipe"]]["linear"]
+        return linear_of_recipe
+    return complete(merged(linear, rule, "linear"))
+
+
+def complete(linear: Mapping[str, Any] | None) -> Linear:
+    """Fill in what nobody named, such as the scope of outliers that a recipe has switched off."""
+    if linear is None:
+        return None
+    complete = LinearConfig.model_validate(linear).model_dump()
+    estimator = complete["weight"]["estimator"]
+    instance = build_estimator(estimator, f"{SECTION}.linear.weight.estimator")
+    complete["weight"]["estimator"] = {"name": estimator["name"], **asdict(instance)}
+    return complete
+
+
+def has_path(settings: Any, keys: list[str]) -> bool:
+    for key in keys:
+        if not isinstance(settings, Mapping) or key not in settings:
+            return False
+        settings = settings[key]
+    return True

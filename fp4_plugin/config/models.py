@@ -1,0 +1,112 @@
+"""The keys of the `fp4` section. A key is here if it works, not before.
+
+The models describe what a user writes: every key is optional, and its default is what the `paper`
+recipe has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["SECTION", "UNQUANTIZED", "LinearConfig", "SectionModel"]
+
+SECTION = "fp4"
+UNQUANTIZED = "bf16"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class OutliersConfig(_Strict):
+    """Clamp outliers of the input before it is quantised, and add them back sparsely."""
+
+    alpha: float = Field(
+        default=0.99, gt=0.5, lt=1, description="Quantile that is kept; paper: 0.99."
+    )
+    compensation: Literal["sparse"] | None = Field(
+        default="sparse", description="Multiply what was cut off in high precision; null drops it."
+    )
+    scope: Literal["row", "tensor"] = Field(
+        default="row",
+        description="Thresholds per token (causal) or for the whole tensor (not causal).",
+    )
+
+
+class OperandConfig(_Strict):
+    """How one operand of the linear layers is quantised."""
+
+    format: str = Field(
+        default="e2m1", description="Number format, or bf16 to leave it unquantised."
+    )
+    granularity: Literal["row", "tensor"] = Field(
+        default="row",
+        description="One scale per row along the contraction axis, or one per tensor.",
+    )
+    rounding: Literal["nearest", "half_up"] = Field(
+        default="nearest", description="Ties to even, or ties toward +infinity."
+    )
+    scale: Literal["absmax", "pow2"] = Field(
+        default="absmax",
+        description="Use the whole grid, or round the scale down to a power of two.",
+    )
+
+
+class WeightConfig(OperandConfig):
+    estimator: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "dge"},
+        description="Gradient estimator: its name and parameters; ste for none.",
+    )
+
+
+class InputConfig(OperandConfig):
+    outliers: OutliersConfig | None = Field(
+        default_factory=OutliersConfig, description="Outlier clamping; null switches it off."
+    )
+
+
+class GradOutputConfig(OperandConfig):
+    format: str = Field(default="e5m2", description="Format that grad_output is cast to for GEMMs.")
+
+
+class LinearConfig(_Strict):
+    """The linear layers: three operands, three GEMMs."""
+
+    weight: WeightConfig = Field(default_factory=WeightConfig)
+    input: InputConfig = Field(default_factory=InputConfig)
+    grad_output: GradOutputConfig = Field(default_factory=GradOutputConfig)
+    fprop: Literal["fp4", "fp8", "bf16"] = Field(
+        default="fp4", description="Arithmetic of the forward."
+    )
+    dgrad: Literal["fp4", "fp8", "bf16"] = Field(
+        default="fp8", description="... of the input gradient."
+    )
+    wgrad: Literal["fp4", "fp8", "bf16"] = Field(
+        default="fp8", description="... of the weight gradient."
+    )
+
+
+class LayerRule(_Strict):
+    """Overrides for layers whose dotted name matches; holds a recipe or linear, not both."""
+
+    match: str = Field(min_length=1, description="fnmatch pattern, e.g. '*.layers.31.*'.")
+    recipe: str | None = Field(default=None, description="Use this recipe for them instead.")
+    linear: LinearConfig | None = Field(default=None, description="Change these keys for them.")
+
+
+class SectionModel(_Strict):
+    """FP4 training with fp4-plugin: the "fp4" section of a DeepSpeed configuration."""
+
+    enabled: bool = Field(default=True, description="false leaves the model untouched.")
+    recipe: str = Field(default="paper", description="Preset that the other keys override.")
+    linear: LinearConfig | None = Field(
+        default_factory=LinearConfig, description="The linear layers; null leaves them untouched."
+    )
+    layers: list[LayerRule] = Field(
+        default_factory=list, description="Per-layer rules, in order; the last one wins."
+    )
+    on_mismatch: Literal["error", "warn"] = Field(
+        default="error", description="What to do if something else ran than was asked for."
+    )
