@@ -31,17 +31,18 @@ def encode(y: torch.Tensor, fmt: MiniFloat) -> torch.Tensor:
         return _encode_scale(y, fmt)
     # A float32 is a minifloat with more mantissa bits: drop them, rounding at the last one kept.
     bits = y.view(torch.int32)
+    magnitude = bits & _MAGNITUDE_MASK
     shift = _FLOAT32_MANTISSA_BITS - fmt.mantissa_bits
-    code = (bits >> shift).bitwise_and_(1).add_(bits & _MAGNITUDE_MASK)
+    code = (magnitude >> shift).bitwise_and_(1).add_(magnitude)
     code.add_((1 << (shift - 1)) - 1).bitwise_right_shift_(shift)
     code.sub_((127 - fmt.bias) << fmt.mantissa_bits)
     # Below min_normal the grid is evenly spaced: adding 2^23 spacings leaves the rounded number
     # of spacings, which is the code, in the low bits of the sum.
     magic = fmt.min_subnormal * 2.0**_FLOAT32_MANTISSA_BITS
-    magnitude = y.abs()
-    is_subnormal = magnitude < fmt.min_normal
-    subnormal = magnitude.add_(magic).view(torch.int32).sub_(_bits_of(magic))
-    code = torch.where(is_subnormal, subnormal, code)
+    subnormal = (y.abs() + magic).view(torch.int32).sub_(_bits_of(magic))
+    # Choose by mask, all ones where magnitude < min_normal: torch.where is 20x slower on the CPU.
+    is_subnormal = magnitude.sub_(_bits_of(fmt.min_normal)).bitwise_right_shift_(31)
+    code.bitwise_xor_(subnormal.bitwise_xor_(code).bitwise_and_(is_subnormal))
     sign = (bits >> 31).bitwise_and_(1 << (fmt.bits - 1))
     return code.bitwise_or_(sign).to(torch.uint8)
 

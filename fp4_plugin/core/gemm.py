@@ -26,6 +26,7 @@ __all__ = [
     "code_gemm_float32",
     "code_gemm_int8",
     "default_gemm",
+    "gemm_bf16_exact",
     "gemm_float32",
     "gemm_int8",
     "has_fast_int8",
@@ -85,6 +86,23 @@ def gemm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b)
 
 
+def gemm_bf16_exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`gemm_float32` of values that are exact in BF16, on BF16 instructions with float32 sums.
+
+    Products are the same to the bit and sums are float32; on CPUs with BF16 dot products it is
+    2 to 3 times faster. torch has no argument for it, only this process-wide switch of oneDNN,
+    which is put back at once.
+    """
+    switch = torch.backends.mkldnn.matmul
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16"
+    try:
+        announce("torch.mm float32 (oneDNN bf16 products)")
+        return torch.mm(a, b)
+    finally:
+        switch.fp32_precision = before
+
+
 def default_gemm(
     a: torch.Tensor,
     a_format: MiniFloat | None,
@@ -103,12 +121,29 @@ def default_gemm(
         return gemm_int8(*_oriented(left, right, layout), unit)
     left = _values(a, a_format, a_columns)
     right = _values(b, b_format, b_columns)
-    return gemm_float32(*_oriented(left, right, layout))
+    is_exact = _is_exact_in_bf16(a, a_format) and _is_exact_in_bf16(b, b_format)
+    product = gemm_bf16_exact if is_exact and _has_bf16_products(a) else gemm_float32
+    return product(*_oriented(left, right, layout))
 
 
 def _prefers_int8(operand: torch.Tensor, fmt: MiniFloat | None) -> bool:
     is_integer = fmt is not None and fmt.is_packed and fmt.integer_multiplier is not None
     return is_integer and operand.device.type == "cpu" and has_fast_int8()
+
+
+def _is_exact_in_bf16(operand: torch.Tensor, fmt: MiniFloat | None) -> bool:
+    # BF16 has 8 exponent bits and 7 mantissa bits: every signed minifloat fits.
+    return fmt is not None or operand.dtype == torch.bfloat16
+
+
+def _has_bf16_products(operand: torch.Tensor) -> bool:
+    is_cpu = operand.device.type == "cpu"
+    return is_cpu and hasattr(torch.backends.mkldnn, "matmul") and _has_cpu_bf16()
+
+
+@functools.cache
+def _has_cpu_bf16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _multiplier(fmt: MiniFloat) -> int:

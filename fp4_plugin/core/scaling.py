@@ -71,8 +71,15 @@ def row_amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| over the last dim, (..., 1) float32; NaN if the row holds one, 0 for no elements."""
     if x.shape[-1] == 0:
         return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
-    smallest, largest = torch.aminmax(x, dim=-1, keepdim=True)
-    return torch.maximum(largest, -smallest).to(torch.float32)
+    smallest, largest = _extremes(x)
+    return torch.maximum(largest, -smallest)
+
+
+def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest element over the last dim, (..., 1) float32."""
+    # Two reductions: on the CPU they are vectorised, torch.aminmax is not (10x slower).
+    smallest, largest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    return smallest.to(torch.float32), largest.to(torch.float32)
 
 
 def clamped_amax(
@@ -82,12 +89,11 @@ def clamped_amax(
 
     Finiteness is that of x before clamping: a clamped Inf must not vanish into a threshold.
     """
-    amax = row_amax(x)
-    if low is None or high is None:
-        return amax
-    smallest, largest = torch.aminmax(x, dim=-1, keepdim=True)
-    largest = torch.minimum(torch.maximum(largest.to(torch.float32), low), high)
-    smallest = torch.minimum(torch.maximum(smallest.to(torch.float32), low), high)
+    if low is None or high is None or x.shape[-1] == 0:
+        return row_amax(x)
+    smallest, largest = _extremes(x)
+    amax = torch.maximum(largest, -smallest)
+    smallest, largest = (torch.minimum(torch.maximum(e, low), high) for e in (smallest, largest))
     return torch.where(amax.isfinite(), torch.maximum(largest, -smallest), amax)
 
 
