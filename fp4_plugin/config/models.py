@@ -92,7 +92,7 @@ class LayerRule(_Strict):
     """Overrides for layers whose dotted name matches; holds a recipe or linear, not both."""
 
     match: str = Field(min_length=1, description="fnmatch pattern, e.g. '*.layers.31.*'.")
-    recipe: str | None = Field(default=None, description="Use this recipe for them instead.")
+    recipe: str = Field(default="paper", description="Use this recipe for them instead.")
     linear: LinearConfig | None = Field(default=None, description="Change these keys for them.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import hashlib
@@ -46,7 +47,7 @@ class Fp4Config:
         linear = self._linear
         for rule in self.matching_rules(name):
             linear = apply_rule(linear, rule)
-        return linear
+        return copy.deepcopy(linear)
 
     def matching_rules(self, name: str) -> list[dict[str, Any]]:
         """The rules that apply to `name`, in order of application."""

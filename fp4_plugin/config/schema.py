@@ -31,7 +31,7 @@ def json_schema() -> dict[str, Any]:
             "description": owner["properties"]["recipe"]["description"],
         }
     rule = definitions["LayerRule"]
-    rule["properties"]["linear"] = {"$ref": "#/$defs/LinearConfig"}
+    rule["properties"]["linear"] = {"anyOf": [{"$ref": "#/$defs/LinearConfig"}, {"type": "null"}]}
     rule["oneOf"] = [{"required": ["recipe"]}, {"required": ["linear"]}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

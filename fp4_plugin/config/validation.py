@@ -33,12 +33,18 @@ def find_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f"unknown section {key!r}: it looks like {SECTION!r}; write it exactly so, or "
                 "remove it (DeepSpeed would ignore it and train in high precision)"
             )
-    section = ds_config.get(SECTION)
-    if section is not None and not isinstance(section, Mapping):
+    if SECTION not in ds_config:
+        return None
+    section: Mapping[str, Any] = ds_config[SECTION]
+    _require_object(section)
+    return section
+
+
+def _require_object(section: Any) -> None:
+    if not isinstance(section, Mapping):
         raise ConfigError(
             f'{SECTION}: expected an object such as {{"recipe": "paper"}}, got {section!r}'
         )
-    return section
 
 
 def _is_near_miss(key: str) -> bool:
@@ -52,6 +58,7 @@ def _is_near_miss(key: str) -> bool:
 
 def validate_section(section: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that were given, checked; ConfigError otherwise."""
+    _require_object(section)
     _refuse_auto(section, SECTION)
     try:
         model = SectionModel.model_validate(dict(section))

@@ -77,7 +77,17 @@ def gemm_int8(a: torch.Tensor, b: torch.Tensor, unit: float) -> torch.Tensor:
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[1], device=a.device)
     announce("torch._int_mm")
-    return torch._int_mm(a, b).to(torch.float32).mul_(unit)
+    product = torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
+    return product.to(torch.float32).mul_(unit)
+
+
+def _with_plain_strides(matrix: torch.Tensor) -> torch.Tensor:
+    """A transposed view of a single row or column gets the strides of a fresh matrix.
+
+    For such views `torch._int_mm` (2.13) reads out of bounds: the stride of a dim of size 1 is
+    arbitrary, and it takes it for the leading dimension.
+    """
+    return matrix.clone(memory_format=torch.contiguous_format) if 1 in matrix.shape else matrix
 
 
 def gemm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -93,7 +103,7 @@ def gemm_bf16_exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     2 to 3 times faster. torch has no argument for it, only this process-wide switch of oneDNN,
     which is put back at once.
     """
-    switch = torch.backends.mkldnn.matmul
+    switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # absent before 2.9
     before = switch.fp32_precision
     switch.fp32_precision = "bf16"
     try:

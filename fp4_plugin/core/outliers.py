@@ -108,7 +108,7 @@ def split_outliers(x: torch.Tensor, alpha: float, scope: str = "row") -> Residua
         raise ConfigError(f"alpha {alpha!r} is not between 0.5 and 1 (exclusive), e.g. 0.99")
     if scope not in OUTLIER_SCOPES:
         raise ConfigError(f"unknown outlier scope {scope!r}: allowed are {list(OUTLIER_SCOPES)}")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     if x.numel() == 0:
         return _no_residual(rows, x.shape)
     if scope == "tensor":

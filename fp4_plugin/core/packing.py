@@ -12,8 +12,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     # Seen as int16 a pair is `odd << 8 | even`; shifting by 4 moves the odd code next to the even.
-    pairs = codes.contiguous().view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.contiguous().view(-1).view(torch.int16)
+    packed = (pairs | (pairs >> 4)).to(torch.uint8)
+    return packed.view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack(packed: torch.Tensor, num_columns: int) -> torch.Tensor:

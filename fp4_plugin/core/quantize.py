@@ -81,7 +81,7 @@ def quantize(
     if packed and not fmt.is_packed:
         raise ConfigError(f"packed=True needs a 4-bit format, {fmt.name} has {fmt.bits} bits")
     groups = _to_groups(x, granularity)
-    rows = groups.reshape(-1, groups.shape[-1])
+    rows = groups.reshape(groups.shape[:-1].numel(), groups.shape[-1])
     amax = row_amax(rows) if granularity.kind == "tensor" else None
     codes, scale_inv = ops.quantize_rows(
         rows, fmt, rounding=rounding, scale=scale, amax=amax, key=key

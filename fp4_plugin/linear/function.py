@@ -32,6 +32,7 @@ from fp4_plugin.core.outliers import SparseRows
 from fp4_plugin.linear.operand import (
     Operand,
     QuantizedInput,
+    as_rows,
     gemm,
     quantize_operand,
     scaled,
@@ -83,7 +84,7 @@ def fp4_linear(
     with torch.autocast(device_type, enabled=False):
         with torch.no_grad():
             quantized = shared_quantized_input(x, run.spec)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = as_rows(x)
         output: torch.Tensor = _FP4Linear.apply(rows, weight, bias, quantized, run, output_dtype)
     return output.view(*x.shape[:-1], weight.shape[0])
 

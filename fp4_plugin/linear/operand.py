@@ -15,6 +15,7 @@ from fp4_plugin.linear.spec import LinearSpec, OperandSpec
 __all__ = [
     "Operand",
     "QuantizedInput",
+    "as_rows",
     "gemm",
     "quantize_input",
     "quantize_operand",
@@ -54,6 +55,11 @@ class QuantizedInput:
     rows: Operand
     transposed: Operand | None
     residual: SparseRows | None
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., K) -> (T, K); -1 would be ambiguous for K = 0 or no tokens."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def quantize_operand(

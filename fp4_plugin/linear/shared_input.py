@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp4_plugin.linear.operand import QuantizedInput, quantize_input
+from fp4_plugin.linear.operand import QuantizedInput, as_rows, quantize_input
 from fp4_plugin.linear.spec import LinearSpec
 
 __all__ = ["forget_shared_input", "shared_quantized_input"]
@@ -31,7 +31,7 @@ class _Source:
 
 def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     """`quantize_input` of x: (..., K) seen as (T, K), or the result of the call before."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     # Inference tensors and tensors under a transform have no version counter to rely on.
     if x.is_inference() or torch.compiler.is_compiling():
         return quantize_input(rows, spec)
