@@ -25,6 +25,12 @@ __all__ = ["Activation", "activate", "activation_of", "assert_active", "convert_
 
 logger = logging.getLogger("fp4_plugin")
 
+# True as long as no kernel of this package uses FP4 instructions.
+_SIMULATION_NOTE = (
+    "fp4 arithmetic is simulated: codes are multiplied exactly by the kernels named per GEMM, "
+    "which is not faster than the arithmetic of those kernels"
+)
+
 _activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +59,7 @@ class Activation:
     def manifest(self, **facts: Any) -> dict[str, Any]:
         """The run manifest as a JSON-ready dict; `facts` are added at its top."""
         notes = [RECIPE_NOTES[self.config.recipe]] if self.config.recipe in RECIPE_NOTES else []
-        notes += self._causality_notes()
+        notes += [_SIMULATION_NOTE, *self._causality_notes()]
         known = {
             "config": self.config.resolved(),
             "config_hash": self.config.hash(),
@@ -64,16 +70,14 @@ class Activation:
     def verify(self) -> list[LayerReport]:
         """Compare what ran with the plan; returns the layers that are still unproven.
 
-        Raises MismatchError if a layer was replaced or left out GEMMs, and NotRunYet if no layer
-        has run at all.
+        Raises MismatchError if a layer was replaced, and NotRunYet if no layer has run at all.
         """
         reports = self.reports()
-        wrong = [r for r in reports if r.status in ("lost", "incomplete")]
+        wrong = [r for r in reports if r.status == "lost"]
         if wrong:
             raise MismatchError(
                 f"{len(wrong)} of {len(reports)} FP4 layers did not run as planned: "
-                + "; ".join(f"{r.name}: {r.reason}" for r in wrong[:5])
-                + ("; ..." if len(wrong) > 5 else "")
+                + _enumerate(wrong)
             )
         unproven = [r for r in reports if r.status == "unproven"]
         if unproven and len(unproven) == len(reports):
@@ -160,8 +164,8 @@ def convert_to_fp4(model: nn.Module, section: Mapping[str, Any] | Fp4Config) -> 
 def assert_active(model_or_engine: Any) -> None:
     """Raise unless every planned layer really ran as planned.
 
-    NotRunYet before the first step and while a layer has seen no token; MismatchError if a layer
-    was replaced or ran incompletely, and if the model was never converted.
+    NotRunYet before the first step and while a layer has seen no token or no gradient;
+    MismatchError if a layer was replaced, and if the model was never converted.
     """
     activation = activation_of(model_or_engine)
     if activation is None:
@@ -172,8 +176,12 @@ def assert_active(model_or_engine: Any) -> None:
         )
     unproven = activation.verify()
     if unproven:
-        names = ", ".join(report.name for report in unproven[:5])
-        raise NotRunYet(f"{len(unproven)} FP4 layers have seen no token yet: {names}")
+        raise NotRunYet(f"{len(unproven)} FP4 layers are not proven yet: {_enumerate(unproven)}")
+
+
+def _enumerate(reports: list[LayerReport], most: int = 5) -> str:
+    more = "; ..." if len(reports) > most else ""
+    return "; ".join(f"{report.name}: {report.reason}" for report in reports[:most]) + more
 
 
 def _warn_about_idle_rules(config: Fp4Config, model: nn.Module) -> None:

@@ -2,10 +2,9 @@
 
 Counts come from the calls themselves (linear/record.py), not from the plan. A layer is
 
-    active      every GEMM it should have run was counted
-    unproven    no token has reached it yet
-    lost        the module that was converted is no longer in the model: somebody replaced it
-    incomplete  fprop ran with gradients, backward of the model ran, yet its own GEMMs did not
+    active    every GEMM it should have run was counted
+    unproven  no token has reached it yet, or tokens have and no gradient, while others had theirs
+    lost      the module that was converted is no longer in the model: somebody replaced it
 """
 
 from __future__ import annotations
@@ -45,7 +44,9 @@ class LayerReport:
 def report_layers(model: nn.Module, runs: Mapping[str, LayerRun]) -> list[LayerReport]:
     """The status of every planned layer of `model`, in the order of the plan."""
     modules = dict(model.named_modules())
-    has_backward = any(run.record.gemms["wgrad"].calls for run in runs.values())
+    has_backward = any(
+        run.record.gemms[gemm].calls for run in runs.values() for gemm in ("dgrad", "wgrad")
+    )
     return [_report(name, modules.get(name), run, has_backward) for name, run in runs.items()]
 
 
@@ -57,7 +58,8 @@ def _report(name: str, module: nn.Module | None, run: LayerRun, has_backward: bo
         return LayerReport(name, "unproven", "no token has reached this layer")
     missing = [g for g in ("dgrad", "wgrad") if run.record.expects(g) and has_backward]
     if missing:
-        return LayerReport(name, "incomplete", f"backward ran without {' and '.join(missing)}")
+        reason = f"no gradient has reached this layer: {' and '.join(missing)} did not run"
+        return LayerReport(name, "unproven", reason)
     return LayerReport(name, "active")
 
 
