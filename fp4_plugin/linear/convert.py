@@ -1,8 +1,8 @@
 """From a model and a configuration to a plan, and from the plan to FP4 layers.
 
 Head and embeddings keep high precision by role, not by name: the module that
-`get_output_embeddings()` returns, a linear that shares its weight with an embedding, and a linear
-as wide as an embedding has entries (it produces logits).
+`get_output_embeddings()` returns and a linear that shares its weight with an embedding; in models
+that have neither, a linear with as many outputs as an embedding has entries.
 """
 
 from __future__ import annotations
@@ -86,19 +86,23 @@ def _reason_to_keep(module: nn.Module) -> str | None:
 
 def _head_reasons(model: nn.Module) -> dict[nn.Module, str]:
     """Linears that produce logits, with what gave them away."""
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    embedding_weights = {id(embedding.weight) for embedding in embeddings}
-    vocabularies = {embedding.num_embeddings for embedding in embeddings}
-    reasons: dict[nn.Module, str] = {}
-    for module in model.modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if id(module.weight) in embedding_weights:
-            reasons[module] = "output head: shares its weight with an embedding"
-        elif module.out_features in vocabularies:
-            reasons[module] = "output head: as many outputs as the embedding has entries"
-    for module in model.modules():
-        head = getattr(module, "get_output_embeddings", lambda: None)()
-        if isinstance(head, nn.Module):
-            reasons[head] = "output head: it produces the logits"
+    tied = {id(embedding.weight) for embedding in embeddings}
+    reasons = {
+        linear: "output head: shares its weight with an embedding"
+        for linear in linears
+        if id(linear.weight) in tied
+    }
+    getters = [getattr(m, "get_output_embeddings", lambda: None) for m in model.modules()]
+    heads = [head for head in (getter() for getter in getters) if isinstance(head, nn.Module)]
+    reasons |= {head: "output head: the model names it as the one" for head in heads}
+    if not reasons:
+        # A guess for models that say nothing: a decoder layer as wide as the vocabulary is rare.
+        vocabularies = {embedding.num_embeddings for embedding in embeddings}
+        reasons = {
+            linear: "output head: as many outputs as the embedding has entries"
+            for linear in linears
+            if linear.out_features in vocabularies
+        }
     return reasons
