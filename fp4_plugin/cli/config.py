@@ -1,0 +1,202 @@
+"""`fp4 config`: is an "fp4" section right, what does it resolve to, and what may it hold.
+
+FILE is a DeepSpeed JSON with an "fp4" section, or the section alone. It is read as DeepSpeed reads
+it: comments are allowed where the hjson package is installed, a repeated key is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp4_plugin.config import Fp4Config
+
+__all__ = ["add_parser", "read_section"]
+
+# Top-level keys by which a DeepSpeed configuration without an "fp4" section is known.
+DEEPSPEED_KEYS = ("train_", "zero_", "optimizer", "scheduler", "bf16", "fp16", "gradient_")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "config",
+        help='check, explain and describe the "fp4" section',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    validate = actions.add_parser(
+        "validate", help="exit 0 if FILE is right, else 2 with the reason"
+    )
+    validate.add_argument("file", type=Path, metavar="FILE")
+    validate.set_defaults(func=_validate)
+    explain = actions.add_parser("explain", help="every resolved value, and where it comes from")
+    explain.add_argument("file", type=Path, metavar="FILE")
+    explain.add_argument("--layer", metavar="NAME", help="for the layer of this dotted name")
+    explain.set_defaults(func=_explain)
+    schema = actions.add_parser("schema", help="the JSON Schema of the section, for editors")
+    schema.add_argument("--output", type=Path, metavar="FILE", help="write it there instead")
+    schema.set_defaults(func=_schema)
+
+
+def read_section(path: Path) -> Mapping[str, Any]:
+    """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude FP4."""
+    from fp4_plugin.config import find_section, json_schema
+    from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts
+
+    content = _load(path)
+    is_section = bool(content.keys() & json_schema()["properties"].keys())
+    section = content if is_section and "fp4" not in content else find_section(content)
+    if section is not None:
+        if section is not content and section.get("enabled", True):
+            refuse_conflicts(content)
+        return section
+    if any(key.startswith(DEEPSPEED_KEYS) for key in content):
+        raise ConfigError(
+            f'{path}: a DeepSpeed configuration without an "fp4" section trains in high precision; '
+            'add  "fp4": {"recipe": "paper"}'
+        )
+    return content
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    content = _parse(path, text)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _parse(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        plain_error = error
+    # DeepSpeed reads its file with hjson, which knows comments and trailing commas.
+    try:
+        import hjson
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path} is not JSON: {plain_error}") from plain_error
+    try:
+        return hjson.loads(text, object_pairs_hook=_unique_keys)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {plain_error}") from error
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        raise ConfigError(f"keys given twice in one JSON object: {repeated}")
+    return content
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    config = _parsed(arguments.file)
+    print(f"{arguments.file}: the fp4 section is valid")
+    for name, text in _summary(config):
+        print(f"  {name:<13}{text}")
+    return 0
+
+
+def _parsed(path: Path) -> Fp4Config:
+    from fp4_plugin.config import parse_section
+
+    section = read_section(path)
+    try:
+        return parse_section(section)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from error
+
+
+def _summary(config: Fp4Config) -> Iterator[tuple[str, str]]:
+    """(name, text) lines that say what a linear layer runs unless a layer rule changes it."""
+    resolved = config.resolved()
+    linear = resolved["linear"]
+    yield "recipe", config.recipe
+    if not config.enabled:
+        yield "enabled", "false: the model is left untouched"
+    elif linear is None:
+        yield "linear", "left in high precision"
+    else:
+        for operand in ("weight", "input", "grad_output"):
+            yield operand, _sentence(linear[operand])
+        yield "GEMMs", ", ".join(f"{gemm} {linear[gemm]}" for gemm in ("fprop", "dgrad", "wgrad"))
+    for rule in resolved["layers"]:
+        change = f"recipe {rule['recipe']}" if "recipe" in rule else _sentence(rule["linear"])
+        yield "layers", f"{rule['match']}: {change}"
+    yield "on_mismatch", config.on_mismatch
+    yield "hash", config.hash()
+
+
+def _sentence(value: Any) -> str:
+    if isinstance(value, Mapping):
+        parts = (
+            f"{key} ({_sentence(v)})" if isinstance(v, Mapping) else f"{key} {_sentence(v)}"
+            for key, v in value.items()
+        )
+        return ", ".join(parts)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    config = _parsed(arguments.file)
+    resolved = config.resolved()
+    if arguments.layer is not None:
+        # One layer: what applies to it takes the place of the general settings and their rules.
+        resolved["linear"] = config.linear_settings(arguments.layer)
+        del resolved["layers"]
+        print(f"layer {arguments.layer}: {_which_rules(config, arguments.layer)}")
+    rows = [("key", "value", "from")]
+    for keys, value in _leaves(resolved):
+        rows.append((".".join(keys), json.dumps(value), config.origin(keys, arguments.layer)))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, origin in rows:
+        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    if resolved["linear"] is None or not config.enabled:
+        print("linear layers stay in high precision")
+    return 0
+
+
+def _which_rules(config: Fp4Config, name: str) -> str:
+    rules = config.matching_rules(name)
+    if not rules:
+        return "no rule of layers matches"
+    return "matched by " + ", ".join(
+        f"layers[{config.layers.index(rule)}] ({rule['match']})" for rule in rules
+    )
+
+
+def _leaves(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of everything in nested objects that is not itself an object."""
+    if not isinstance(value, Mapping):
+        yield keys, value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, (*keys, key))
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from fp4_plugin.config import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.output}: {error}") from error
+    print(f"wrote {arguments.output}")
+    return 0
