@@ -130,12 +130,12 @@ def _split_tensor(rows: torch.Tensor, alpha: float, shape: torch.Size) -> Residu
     flat = rows.reshape(-1).to(torch.float32)
     n = flat.numel()
     index = threshold_index(alpha, n)
-    finite = flat.isfinite().all()
     high = flat.kthvalue(index + 1).values.view(1, 1)
     low = flat.kthvalue(n - index).values.view(1, 1)
     wide = rows.to(torch.float32)
     values = wide - torch.minimum(torch.maximum(wide, low), high)
-    beyond = (values != 0) & finite
+    # A row that is not finite dequantises to NaN; the others keep their compensation.
+    beyond = (values != 0) & wide.isfinite().all(dim=1, keepdim=True)
     at_rows, at_columns = beyond.nonzero(as_tuple=True)
     counts = beyond.sum(dim=1, dtype=torch.int32)
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -151,12 +151,11 @@ def clamp_outliers(
     """x: (..., K), any float -> (clamped, residual).
 
     `clamped` has the shape and dtype of x; `clamped + residual.to_dense()` is x, bit for bit
-    where x is bf16 or fp16. A row (scope "tensor": a tensor) that is not finite is returned as
-    it is. Raises ConfigError unless .5 < alpha < 1 and scope is "row" or "tensor".
+    where x is bf16 or fp16. A row that is not finite is returned as it is. Raises ConfigError
+    unless .5 < alpha < 1 and scope is "row" or "tensor".
     """
     residual = split_outliers(x, alpha, scope)
     wide = x.to(torch.float32)
     clamped = torch.minimum(torch.maximum(wide, residual.lo), residual.hi)
-    groups = (-1,) if scope == "row" else tuple(range(x.dim()))
-    finite = wide.isfinite().all(dim=groups, keepdim=True) if x.numel() else wide.isfinite()
+    finite = wide.isfinite().all(dim=-1, keepdim=True)
     return torch.where(finite, clamped, wide).to(x.dtype), residual
