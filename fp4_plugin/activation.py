@@ -16,8 +16,9 @@ from torch import nn
 
 from fp4_plugin.config import Fp4Config, parse_section
 from fp4_plugin.errors import ConfigError, MismatchError, NotRunYet
-from fp4_plugin.linear.convert import ModelPlan, apply_plan, plan_model
+from fp4_plugin.linear.convert import FORMS, Forms, ModelPlan, apply_plan, plan_model
 from fp4_plugin.linear.function import LayerRun
+from fp4_plugin.linear.shared_input import forget_shared_input
 from fp4_plugin.recipes import RECIPE_NOTES
 from fp4_plugin.telemetry.manifest import LayerReport, build_manifest, report_layers
 
@@ -113,8 +114,13 @@ def activate(
     section: Mapping[str, Any] | Fp4Config,
     *,
     keep_weight_codes: bool = True,
+    forms: Forms = FORMS,
+    allow_empty: bool = False,
 ) -> Activation:
     """Plan `model` and swap its linears in place. Weight values are never read.
+
+    forms: the classes that can be converted. allow_empty: a model without a linear to convert is
+    in order (a pipeline stage may be one).
 
     Raises ConfigError for a wrong section, for a model that was converted already, and (unless
     on_mismatch is "warn") if the section asks for FP4 layers and the model has none.
@@ -124,9 +130,9 @@ def activate(
         raise ConfigError(
             "this model was converted already: convert a model once, or build a new one"
         )
-    plan = plan_model(model, config.linear_spec) if config.enabled else ModelPlan()
+    plan = plan_model(model, config.linear_spec, forms) if config.enabled else ModelPlan()
     _warn_about_idle_rules(config, model)
-    wants_layers = config.enabled and config.resolved()["linear"] is not None
+    wants_layers = not allow_empty and config.enabled and config.resolved()["linear"] is not None
     if wants_layers and not plan.layers:
         message = (
             f"the model ({type(model).__name__}) has no linear layer to convert: only nn.Linear "
@@ -135,7 +141,9 @@ def activate(
         if config.on_mismatch == "error":
             raise ConfigError(message)
         logger.warning("fp4: %s", message)
-    runs = apply_plan(model, plan, keep_weight_codes=keep_weight_codes)
+    runs = apply_plan(model, plan, keep_weight_codes=keep_weight_codes, forms=forms)
+    if runs:
+        model.register_forward_pre_hook(forget_shared_input)
     activation = Activation(model, config, plan, runs)
     _activations[model] = activation
     return activation

@@ -69,6 +69,10 @@ class InputConfig(OperandConfig):
 
 class GradOutputConfig(OperandConfig):
     format: str = Field(default="e5m2", description="Format that grad_output is cast to for GEMMs.")
+    scale: Literal["absmax", "pow2"] = Field(
+        default="pow2",
+        description="pow2 keeps the rounding of E5M2 independent of the batch; absmax for 4 bits.",
+    )
 
 
 class LinearConfig(_Strict):

@@ -7,8 +7,9 @@ that have neither, a linear with as many outputs as an embedding has entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,11 @@ from fp4_plugin.linear.function import LayerRun
 from fp4_plugin.linear.module import FP4Linear
 from fp4_plugin.linear.spec import LinearSpec
 
-__all__ = ["HighPrecisionModule", "ModelPlan", "apply_plan", "plan_model"]
+__all__ = ["FORMS", "Forms", "HighPrecisionModule", "ModelPlan", "apply_plan", "plan_model"]
+
+# Exact class of a linear -> the class that it becomes, which has a class method `from_run`.
+Forms = Mapping[type[nn.Module], Any]
+FORMS: Forms = {nn.Linear: FP4Linear, FP4Linear: FP4Linear}
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,13 @@ class ModelPlan:
     untouched: tuple[HighPrecisionModule, ...] = ()
 
 
-def plan_model(model: nn.Module, spec_for: Callable[[str], LinearSpec | None]) -> ModelPlan:
+def plan_model(
+    model: nn.Module, spec_for: Callable[[str], LinearSpec | None], forms: Forms = FORMS
+) -> ModelPlan:
     """Decide for every module of `model`. Reads classes, names and shapes, never values.
 
-    spec_for: dotted name -> spec, or None where the configuration wants high precision.
+    spec_for: dotted name -> spec, or None where the configuration wants high precision. forms: the
+    classes that can be converted; a framework adds those that it makes of an nn.Linear.
     """
     head_reasons = _head_reasons(model)
     layers: dict[str, LinearSpec] = {}
@@ -49,7 +57,7 @@ def plan_model(model: nn.Module, spec_for: Callable[[str], LinearSpec | None]) -
         parameters = list(module.parameters(recurse=False))
         if not parameters:
             continue
-        reason = _reason_to_keep(module) or head_reasons.get(module)
+        reason = _reason_to_keep(module, forms) or head_reasons.get(module)
         spec = None if reason else spec_for(name)
         if spec is not None:
             layers[name] = spec
@@ -61,19 +69,18 @@ def plan_model(model: nn.Module, spec_for: Callable[[str], LinearSpec | None]) -
 
 
 def apply_plan(
-    model: nn.Module, plan: ModelPlan, *, keep_weight_codes: bool = True
+    model: nn.Module, plan: ModelPlan, *, keep_weight_codes: bool = True, forms: Forms = FORMS
 ) -> dict[str, LayerRun]:
     """Swap the class of every planned linear in place; returns the run of each by name."""
     runs = {name: LayerRun(name, spec, keep_weight_codes) for name, spec in plan.layers.items()}
     for name, run in runs.items():
         linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        FP4Linear.from_run(linear, run)
+        forms[type(linear)].from_run(linear, run)
     return runs
 
 
-def _reason_to_keep(module: nn.Module) -> str | None:
-    if type(module) in (nn.Linear, FP4Linear):
+def _reason_to_keep(module: nn.Module, forms: Forms) -> str | None:
+    if type(module) in forms:
         return None
     if isinstance(module, nn.Embedding):
         return "embedding: a table look-up, there is no GEMM"
@@ -89,7 +96,7 @@ def _head_reasons(model: nn.Module) -> dict[nn.Module, str]:
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(embedding.weight) for embedding in embeddings}
-    reasons = {
+    reasons: dict[nn.Module, str] = {
         linear: "output head: shares its weight with an embedding"
         for linear in linears
         if id(linear.weight) in tied

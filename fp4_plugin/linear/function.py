@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fp4_plugin.core.outliers import SparseRows
 from fp4_plugin.linear.operand import (
@@ -69,6 +70,8 @@ class _Saved:
     weight_codes: Operand | None
 
 
+# As torch.compiler.disable, which would import Dynamo (seconds) with this module.
+@_disable_dynamo
 def fp4_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, run: LayerRun
 ) -> torch.Tensor:

@@ -4,6 +4,10 @@ The last quantised input of each thread is remembered with what identifies its s
 view and version counter. A hit needs the source's storage to be alive, so an address that was
 freed and used again cannot match, and `_version` tells of in-place writes in between. Identity of
 the tensor object is no criterion: ZeRO-3 hands every module its own alias of the same storage.
+
+Writes through `.data` and those of collectives (a receive buffer) leave `_version` as it is, so a
+converted model forgets whenever its forward begins; a lone FP4Linear that is fed from such a
+buffer needs `forget_shared_input` after each write.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ class _Source:
 def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     """`quantize_input` of x: (..., K) seen as (T, K), or the result of the call before."""
     rows = as_rows(x)
-    # Inference tensors and tensors under a transform have no version counter to rely on.
-    if x.is_inference() or torch.compiler.is_compiling():
+    # Inference tensors have no version counter to rely on.
+    if x.is_inference():
         return quantize_input(rows, spec)
     source = _describe(x, spec)
     last: tuple[_Source, QuantizedInput] | None = getattr(_remembered, "last", None)
@@ -44,8 +48,8 @@ def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     return quantized
 
 
-def forget_shared_input() -> None:
-    """Drop what this thread remembers (and its memory)."""
+def forget_shared_input(*_: object) -> None:
+    """Drop what this thread remembers; as a module hook it takes, and ignores, its arguments."""
     _remembered.last = None
 
 
