@@ -1,0 +1,17 @@
+"""FP4 training for DeepSpeed, Megatron and Hugging Face, after arXiv 2501.17116.
+
+Importing this package changes nothing in torch and imports no framework. It arms
+`deepspeed.initialize`, so that the "fp4" section of a DeepSpeed configuration takes effect.
+"""
+
+from __future__ import annotations
+
+from fp4_plugin.activation import assert_active, convert_to_fp4
+from fp4_plugin.integrations.deepspeed import arm as _arm
+from fp4_plugin.integrations.deepspeed import initialize
+
+__all__ = ["__version__", "assert_active", "convert_to_fp4", "initialize"]
+
+__version__ = "0.1.0"
+
+_arm()

@@ -1,0 +1,96 @@
+"""Reading the DeepSpeed configuration of one call, and refusing what cannot go with FP4 linears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp4_plugin.errors import ConfigError
+
+__all__ = ["CONFLICTS", "refuse_conflicts", "resolve_config"]
+
+# Dotted key of a DeepSpeed setting -> why it cannot be honoured together with the "fp4" section.
+CONFLICTS: dict[str, str] = {
+    "compile.deepcompile": (
+        "DeepCompile rewrites the traced graph around ATen linears and inserts its own gather, "
+        "release and reduce nodes; the FP4 autograd function is opaque to it"
+    ),
+    "hybrid_engine.enabled": (
+        "its inference containers take the weights over and generate with kernels that know "
+        "nothing of FP4, so that rollouts and training would use different arithmetic"
+    ),
+    "expert_parallel.enabled": (
+        "AutoEP rebuilds MoE blocks as stacked three-dimensional expert weights for a grouped "
+        "GEMM: no linear layer is left to convert, and most of the model would stay BF16"
+    ),
+    "zero_optimization.zero_quantized_weights": (
+        "weights would reach the layer through an int8 all-gather, so that E2M1 codes would be "
+        "taken of weights that another quantizer has changed already"
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "frozen weights are stored as int8 by DeepSpeed, so that E2M1 codes would be taken of "
+        "weights that another quantizer has changed already"
+    ),
+    "tensor_parallel.tp_overlap_comm": (
+        "it moves the column-parallel GEMMs into DeepSpeed's own backward, where no FP4 code runs"
+    ),
+}
+
+
+def resolve_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The DeepSpeed configuration of one `deepspeed.initialize` call, found as DeepSpeed finds it.
+
+    `arguments` are the bound arguments of the call. The configuration is `config`, else
+    `config_params`, else `args.deepspeed_config` (or its old name `args.deepscale_config`); a
+    string is a path or base64. None if there is no configuration, or more than one: DeepSpeed
+    itself complains about that.
+    """
+    sources = [_given(arguments), _from_args(arguments.get("args"))]
+    configs = [source for source in sources if source is not None]
+    if len(configs) != 1:
+        return None
+    if isinstance(configs[0], Mapping):
+        return configs[0]
+    from deepspeed import load_ds_config
+
+    loaded = load_ds_config(configs[0])
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"the DeepSpeed configuration must be a JSON object, not {loaded!r}")
+    return loaded
+
+
+def _given(arguments: Mapping[str, Any]) -> Any:
+    config = arguments.get("config")
+    return arguments.get("config_params") if config is None else config
+
+
+def _from_args(args: Any) -> Any:
+    for name in ("deepspeed_config", "deepscale_config"):
+        config = getattr(args, name, None)
+        if config is not None:
+            return config
+    return None
+
+
+def refuse_conflicts(ds_config: Mapping[str, Any]) -> None:
+    """Raise one ConfigError that names every DeepSpeed setting the FP4 section cannot go with."""
+    found = [key for key in CONFLICTS if _is_on(ds_config, key)]
+    if not found:
+        return
+    lines = [f'  "{key}": {_value(ds_config, key)!r}: {CONFLICTS[key]}' for key in found]
+    raise ConfigError(
+        'the "fp4" section cannot be used together with these DeepSpeed settings:\n'
+        + "\n".join(lines)
+        + '\nSwitch them off, or set "fp4": {"enabled": false}.'
+    )
+
+
+def _is_on(ds_config: Mapping[str, Any], key: str) -> bool:
+    return _value(ds_config, key) not in (None, False)
+
+
+def _value(ds_config: Mapping[str, Any], key: str) -> Any:
+    value: Any = ds_config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,108 @@
+"""What an engine with FP4 linears does more than DeepSpeed's own.
+
+Two methods are wrapped, on this engine object only, so that two engines in one process may differ:
+`_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come down to,
+until the first step has been verified; and `save_checkpoint`, to leave the manifest in the
+checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+from fp4_plugin.activation import Activation
+from fp4_plugin.errors import Fp4Error, MismatchError, NotRunYet
+from fp4_plugin.integrations.deepspeed.agreement import common_problem
+from fp4_plugin.integrations.patching import require_parameters, require_symbols
+from fp4_plugin.telemetry.manifest import MANIFEST_NAME, write_manifest
+
+__all__ = ["attach"]
+
+logger = logging.getLogger(__name__)
+
+_SEAMS = ("_take_model_step", "global_rank", "global_steps", "save_checkpoint")
+
+
+def attach(engine: Any, activation: Activation) -> None:
+    """Make `engine.fp4` the activation, verify the first step, put the manifest in checkpoints.
+
+    Raises UnsupportedError that names the symbol where this DeepSpeed lacks one we rely on.
+    """
+    require_symbols(engine, _SEAMS)
+    require_parameters(engine, "save_checkpoint", ["save_dir", "tag"])
+    engine.fp4 = activation
+    _verify_after_first_step(engine, activation)
+    _leave_manifest_in_checkpoints(engine, activation)
+
+
+def _verify_after_first_step(engine: Any, activation: Activation) -> None:
+    original = engine._take_model_step
+
+    @functools.wraps(original)
+    def take_model_step(*args: Any, **kwargs: Any) -> Any:
+        # A step skipped for fp16 overflow ran its GEMMs all the same, and comes through here too.
+        result = original(*args, **kwargs)
+        del engine._take_model_step
+        _verify_on_all_ranks(activation)
+        return result
+
+    engine._take_model_step = take_model_step
+
+
+def _verify_on_all_ranks(activation: Activation) -> None:
+    """Raise MismatchError on every rank, also where all is well, if it is not well somewhere."""
+    problem = common_problem(_complaint(activation))
+    if problem is None:
+        return
+    message = f"the first step did not run as planned: {problem}"
+    if activation.config.on_mismatch == "error":
+        raise MismatchError(message)
+    logger.warning("fp4: %s", message)
+
+
+def _complaint(activation: Activation) -> Fp4Error | None:
+    """What is wrong on this rank. A layer that no token reached (an expert, say) is only logged."""
+    try:
+        unproven = activation.verify()
+    except (MismatchError, NotRunYet) as error:
+        return error
+    if unproven:
+        names = ", ".join(report.name for report in unproven[:5])
+        logger.warning(
+            "fp4: no token reached %d layers in the first step: %s", len(unproven), names
+        )
+    return None
+
+
+def _leave_manifest_in_checkpoints(engine: Any, activation: Activation) -> None:
+    original = engine.save_checkpoint
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        tag = arguments.get("tag")
+        folder = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        result = original(*args, **kwargs)
+        if engine.global_rank == 0:
+            path = Path(arguments["save_dir"]) / folder / MANIFEST_NAME
+            write_manifest(path, activation.manifest(**_facts(engine)))
+        return result
+
+    engine.save_checkpoint = save_checkpoint
+
+
+def _facts(engine: Any) -> dict[str, Any]:
+    """What the manifest should know of the engine; the ranks agreed on it when it was made."""
+    import torch.distributed as dist
+
+    return {
+        "world_size": dist.get_world_size(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "tensor_parallel_size": max(1, engine.autotp_size()),
+        "global_steps": engine.global_steps,
+    }

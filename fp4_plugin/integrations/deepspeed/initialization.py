@@ -1,0 +1,129 @@
+"""What an armed `deepspeed.initialize` does.
+
+    1. resolve the configuration, parse its "fp4" section, refuse conflicts: nothing touched yet
+    2. DeepSpeed builds the engine, exactly as without us
+    3. all ranks compare their sections, and stop together if they differ
+    4. the linears that the engine will really run become FP4 linears, in place
+    5. all ranks compare what they converted; `engine.fp4` is the activation
+
+Conversion comes after the engine because AutoTP replaces modules while it is built and would throw
+FP4 linears away without a word; and because a call that DeepSpeed refuses leaves the model alone.
+It changes classes, never a parameter, so ZeRO's partitions, hooks and states stay what they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp4_plugin.activation import Activation, activate
+from fp4_plugin.config import Fp4Config, find_section, parse_section
+from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
+from fp4_plugin.integrations.deepspeed.agreement import (
+    common_problem,
+    gather,
+    require_agreement,
+)
+from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts, resolve_config
+from fp4_plugin.integrations.deepspeed.engine import attach
+
+__all__ = ["initialize", "initialize_with_fp4"]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` that honours the "fp4" section; same arguments, same result.
+
+    Raises UnsupportedError where DeepSpeed is not installed.
+    """
+    from fp4_plugin.integrations.deepspeed.hook import is_armed
+
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise UnsupportedError(
+            "fp4_plugin.initialize needs DeepSpeed: pip install 'fp4-plugin[deepspeed]'"
+        ) from error
+    if is_armed():
+        result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+        return result
+    return initialize_with_fp4(deepspeed.initialize, *args, **kwargs)
+
+
+def initialize_with_fp4(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Call `original` (DeepSpeed's `initialize`) and convert the engine that it returns.
+
+    Raises ConfigError for a bad section, a conflicting DeepSpeed feature, a model without a linear
+    to convert, or ranks that disagree: the first two before a process group or a weight exists.
+    """
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = _fp4_config(resolve_config(arguments))
+    result: tuple[Any, Any, Any, Any] = original(*args, **kwargs)
+    require_agreement({} if config is None else {"fp4": config.resolved()})
+    if config is not None and config.enabled:
+        attach(result[0], _convert_on_all_ranks(result[0], config))
+    elif config is not None:
+        _say('fp4: "enabled" is false: the model is left as it is')
+    return result
+
+
+def _fp4_config(ds_config: Mapping[str, Any] | None) -> Fp4Config | None:
+    """The parsed section, or None where there is none."""
+    section = None if ds_config is None else find_section(ds_config)
+    if ds_config is None or section is None:
+        return None
+    config = parse_section(section)
+    if config.enabled:
+        refuse_conflicts(ds_config)
+    return config
+
+
+def _convert_on_all_ranks(engine: Any, config: Fp4Config) -> Activation:
+    """Convert `engine.module`; where one rank cannot, all raise the same error."""
+    activation: Activation | None = None
+    problem: Fp4Error | None = None
+    try:
+        activation = _convert(engine, config)
+    except Fp4Error as error:
+        problem = error
+    problem = common_problem(problem)
+    if problem is not None:
+        raise problem
+    assert activation is not None
+    _compare_layers(engine, activation)
+    _say(activation.banner())
+    return activation
+
+
+def _convert(engine: Any, config: Fp4Config) -> Activation:
+    options: dict[str, Any] = {}
+    if engine.autotp_size() > 1:
+        from fp4_plugin.integrations.deepspeed.tensor_parallel import fp4_forms
+
+        options["forms"] = fp4_forms(engine.module)
+    if engine.pipeline_parallelism:
+        options["allow_empty"] = True  # this stage may hold no linear where another one does
+    # Under ZeRO-3 saved weight codes would add up to a whole model on every rank.
+    keep_weight_codes = engine.zero_optimization_stage() < 3
+    return activate(engine.module, config, keep_weight_codes=keep_weight_codes, **options)
+
+
+def _compare_layers(engine: Any, activation: Activation) -> None:
+    """The ranks of a pipeline stage hold the same layers; all stages together hold at least one."""
+    stage = engine.stage_id if engine.pipeline_parallelism else 0
+    require_agreement({"layers": dict.fromkeys(activation.runs, "fp4")}, cohort=stage)
+    num_layers = sum(gather(len(activation.runs)))
+    asks_for_layers = activation.config.resolved()["linear"] is not None
+    if num_layers == 0 and asks_for_layers and activation.config.on_mismatch == "error":
+        raise ConfigError("no pipeline stage has a linear layer to convert")
+
+
+def _say(message: str) -> None:
+    """Once, on rank 0, through DeepSpeed's logger: users see that one without configuring any."""
+    from deepspeed.utils import log_dist
+
+    log_dist(message, ranks=[0])

@@ -1,0 +1,229 @@
+"""Run a function, or a command, on N gloo ranks of this machine, with an end that always comes.
+
+    results = run_ranks(my_function, {"stage": 2}, num_ranks=2)    # one JSON value per rank
+
+Each rank is a fresh interpreter with its own torch-extension directory (a killed build leaves a
+lock there that blocks the next one for ever) and on a free port. A rank that fails or outlives the
+timeout takes the others with it, and its stderr becomes the error message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "RankFailure",
+    "allow_fp16_on_cpu",
+    "free_port",
+    "initialize_distributed",
+    "rank_environment",
+    "run_command",
+    "run_ranks",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+_TAIL_CHARACTERS = 6000
+_RESULT_NAME = "result_{rank}.json"
+
+
+class RankFailure(AssertionError):
+    """A rank failed or did not finish in time; carries the stderr of each failed rank."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    num_ranks: int = 2,
+    timeout_s: float = 240.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """`function(*arguments)` on every rank; returns what each returned, in rank order.
+
+    `function` is defined at the top level of a file, `arguments` and its result are JSON. The
+    process group is not initialised yet when it starts: see `initialize_distributed`.
+    """
+    with tempfile.TemporaryDirectory(prefix="fp4_ranks_") as folder:
+        command = [sys.executable, str(Path(__file__).resolve()), _file_of(function)]
+        command += [function.__qualname__, json.dumps(arguments), folder]
+        run_command(
+            command, num_ranks=num_ranks, timeout_s=timeout_s, environment=environment or {}
+        )
+        return [
+            json.loads((Path(folder) / _RESULT_NAME.format(rank=rank)).read_text())
+            for rank in range(num_ranks)
+        ]
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    num_ranks: int = 1,
+    timeout_s: float = 240.0,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> list[str]:
+    """Run `command` once per rank with the environment torchrun would set; returns each stdout.
+
+    Raises RankFailure with the output of every rank that failed, or of all ranks on a timeout.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="fp4_command_") as folder:
+        ranks = []
+        try:
+            for rank in range(num_ranks):
+                variables = rank_environment(rank, num_ranks, port, folder)
+                ranks.append(_Rank(command, variables | dict(environment or {}), cwd, Path(folder)))
+            _wait(ranks, time.monotonic() + timeout_s)
+        finally:
+            for rank in ranks:
+                rank.stop()
+        return [rank.output() for rank in ranks]
+
+
+class _Rank:
+    """One child process, in its own process group, whose output goes to files in `folder`."""
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], cwd: Path, folder: Path
+    ) -> None:
+        self.name = f"rank {variables['RANK']}"
+        self._stdout = folder / f"stdout_{variables['RANK']}"
+        self._stderr = folder / f"stderr_{variables['RANK']}"
+        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(variables),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End the process and its children, if they still run."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def output(self) -> str:
+        return self._stdout.read_text(errors="replace")
+
+    def report(self, state: str) -> str:
+        stderr = self._stderr.read_text(errors="replace")
+        return (
+            f"--- {self.name} {state}:\n"
+            f"{self.output()[-_TAIL_CHARACTERS:]}\n{stderr[-_TAIL_CHARACTERS:]}"
+        )
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> None:
+    while any(rank.returncode() is None for rank in ranks):
+        failed = any(rank.returncode() not in (None, 0) for rank in ranks)
+        if failed or time.monotonic() > deadline:
+            # The others notice a lost peer within moments and say which call they were in.
+            time.sleep(1.0 if failed else 0.0)
+            break
+        time.sleep(0.05)
+    reports = [
+        rank.report("did not finish" if rank.returncode() is None else f"exit {rank.returncode()}")
+        for rank in ranks
+        if rank.returncode() != 0
+    ]
+    if reports:
+        raise RankFailure("\n".join(reports))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, num_ranks: int, port: int, extensions: str) -> dict[str, str]:
+    """The environment of one rank: what torchrun sets, CPU only, offline, finite timeouts."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return dict(os.environ) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
+        "DEEPSPEED_TIMEOUT": "2",  # minutes
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": extensions,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def initialize_distributed() -> None:
+    """Initialise DeepSpeed's process group on gloo, without compiling its shared-memory op.
+
+    That op serves inference only, and building it takes from seconds to minutes.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def allow_fp16_on_cpu() -> None:
+    """Let DeepSpeed train in fp16 on a CPU that computes it in software.
+
+    The accelerator refuses fp16 where oneDNN has no fast kernel for it; torch computes it anyway.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    return str(Path(function.__code__.co_filename).resolve())
+
+
+def _call(file: str, name: str, arguments: str, folder: str) -> None:
+    """What a rank runs: import `file`, call `name(*arguments)`, write the result."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    result = getattr(module, name)(*json.loads(arguments))
+    path = Path(folder) / _RESULT_NAME.format(rank=os.environ["RANK"])
+    path.write_text(json.dumps(result))
+    _leave()
+
+
+def _leave() -> None:
+    """Meet the other ranks before closing, so that none sees a vanished peer."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _call(*sys.argv[1:])
