@@ -8,6 +8,7 @@ from typing import Any
 
 from fp4_plugin.config.models import SECTION, LinearConfig
 from fp4_plugin.config.validation import build_estimator
+from fp4_plugin.errors import ConfigError
 from fp4_plugin.recipes import RECIPES
 
 __all__ = ["Linear", "apply_rule", "complete", "has_path", "merged"]
@@ -21,6 +22,11 @@ def merged(base: Any, override: Mapping[str, Any], key: str) -> Any:
     if key not in override:
         return base
     value = override[key]
+    if key == "linear" and base is None and value is not None:
+        raise ConfigError(
+            f"{SECTION}.linear: there is nothing to override, since recipe 'bf16' (or null) leaves "
+            "linear layers untouched; choose another recipe, or leave 'linear' out"
+        )
     if not isinstance(value, Mapping) or not isinstance(base, Mapping):
         return value
     if "name" in value and value["name"] != base.get("name"):

@@ -24,7 +24,7 @@ class OutliersConfig(_Strict):
     """Clamp outliers of the input before it is quantised, and add them back sparsely."""
 
     alpha: float = Field(
-        default=0.99, gt=0.5, lt=1, description="Quantile that is kept; paper: 0.99."
+        default=0.99, gt=0.5, le=1, description="Quantile that is kept; paper: 0.99, 1 is off."
     )
     compensation: Literal["sparse"] | None = Field(
         default="sparse", description="Multiply what was cut off in high precision; null drops it."

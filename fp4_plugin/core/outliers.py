@@ -102,10 +102,10 @@ def threshold_index(alpha: float, n: int) -> int:
 def split_outliers(x: torch.Tensor, alpha: float, scope: str = "row") -> Residual:
     """Thresholds and residual of x: (..., K), any float, without making the clamped tensor.
 
-    Raises ConfigError unless .5 < alpha < 1 and scope is "row" or "tensor".
+    Raises ConfigError unless .5 < alpha <= 1 and scope is "row" or "tensor".
     """
-    if not 0.5 < alpha < 1:
-        raise ConfigError(f"alpha {alpha!r} is not between 0.5 and 1 (exclusive), e.g. 0.99")
+    if not 0.5 < alpha <= 1:
+        raise ConfigError(f"alpha {alpha!r} must be above 0.5 and at most 1 (off), e.g. 0.99")
     if scope not in OUTLIER_SCOPES:
         raise ConfigError(f"unknown outlier scope {scope!r}: allowed are {list(OUTLIER_SCOPES)}")
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -152,7 +152,7 @@ def clamp_outliers(
 
     `clamped` has the shape and dtype of x; `clamped + residual.to_dense()` is x, bit for bit
     where x is bf16 or fp16. A row that is not finite is returned as it is. Raises ConfigError
-    unless .5 < alpha < 1 and scope is "row" or "tensor".
+    unless .5 < alpha <= 1 and scope is "row" or "tensor".
     """
     residual = split_outliers(x, alpha, scope)
     wide = x.to(torch.float32)

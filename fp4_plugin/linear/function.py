@@ -182,7 +182,8 @@ def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.
         grad_weight = scaled(gemm(grad, activation, "nt"), grad.scale_inv)
         grad_weight = scaled(grad_weight, _transposed(activation.scale_inv))
     else:
-        folded = scaled(grad_output, activation.scale_inv).t().contiguous()
+        # Transposed before it is folded: a copy of BF16 moves half the bytes of one of float32.
+        folded = scaled(grad_output.t().contiguous(), _transposed(activation.scale_inv))
         grad = _grad_operand(folded, grad_output.dtype, spec.wgrad, spec)
         grad_weight = scaled(gemm(grad, activation, "nn"), grad.scale_inv)
     if spec.weight.format is not None:

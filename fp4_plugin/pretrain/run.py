@@ -1,0 +1,176 @@
+"""What each rank of a job does: train, leave the manifest, export, train the twin, report."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fp4_plugin.activation import activation_of
+from fp4_plugin.pretrain.artifacts import RunFolder
+from fp4_plugin.pretrain.curves import draw_curves
+from fp4_plugin.pretrain.deepspeed_config import twin_config
+from fp4_plugin.pretrain.engine import Ranks, close_engine, create_engine, join_process_group
+from fp4_plugin.pretrain.export import ExportCheck, check_export, export_model, gather_weights
+from fp4_plugin.pretrain.job import Job, prepare_job
+from fp4_plugin.pretrain.options import PretrainOptions
+from fp4_plugin.pretrain.progress import Progress
+from fp4_plugin.pretrain.quiet import set_up_logging
+from fp4_plugin.pretrain.report import Comparison, summarize, write_losses, write_report
+from fp4_plugin.pretrain.training import History, Trainer, sequence_losses
+from fp4_plugin.telemetry.manifest import write_manifest
+
+__all__ = ["run_rank"]
+
+# Of the held-out text, to compare the export with the engine: on the CPU, so not many.
+CHECKED_SEQUENCES, CHECKED_TOKENS = 4, 256
+TWIN_LABEL = "bf16 twin"
+SHORT_RUN_STEPS = 1000
+SHORT_RUN_NOTE = (
+    "A gap of about 1 % means nothing in so short a run with one seed, and FP4 below BF16 is an "
+    "artefact of small batches and few steps."
+)
+VERSIONS_OF = ("torch", "deepspeed", "transformers")
+
+
+def run_rank(options: PretrainOptions) -> None:
+    """One rank of the job, from joining the others to the last file.
+
+    Raises the Fp4Error that ended the run. The losses so far are on disk by then.
+    """
+    set_up_logging()
+    job = prepare_job(options, int(os.environ["WORLD_SIZE"]))
+    ranks = join_process_group(options.timeout_minutes)
+    run = _Run(job, ranks)
+    run.begin()
+    try:
+        run.main()
+        if options.twin:
+            run.twin()
+    finally:
+        run.save_losses()
+    run.finish()
+    torch.distributed.destroy_process_group()
+
+
+class _Run:
+    """The main training, its twin and their artefacts, on this rank."""
+
+    def __init__(self, job: Job, ranks: Ranks) -> None:
+        self._job = job
+        self._ranks = ranks
+        self._folder = RunFolder(job.options.output)
+        self._histories: list[tuple[str, History]] = []
+        self._is_converted = False
+        self._export_losses: dict[str, float] | None = None
+
+    def begin(self) -> None:
+        self._ranks.on_first(self._open_folder)
+
+    def _open_folder(self) -> None:
+        self._folder.prepare()
+        text = json.dumps(self._job.shape.ds_config, indent=1)
+        self._folder.ds_config.write_text(text + "\n", encoding="utf-8")
+        print("\n".join(self._banner()), flush=True)
+
+    def main(self) -> None:
+        """Train as configured; leave manifest and export."""
+        engine = self._train(self._job.shape.label, self._job.shape.ds_config)
+        activation = activation_of(engine)
+        self._is_converted = activation is not None
+        if activation is not None and self._ranks.is_first:
+            write_manifest(self._folder.manifest, activation.manifest())
+        if self._job.options.export:
+            self._export(engine)
+        close_engine(engine)
+
+    def twin(self) -> None:
+        """The same seed and batches in plain BF16, in the same processes."""
+        close_engine(self._train(TWIN_LABEL, twin_config(self._job.shape.ds_config)))
+
+    def _train(self, label: str, ds_config: dict[str, Any]) -> Any:
+        job, options = self._job, self._job.options
+        engine = create_engine(job.shape.model_config, ds_config, job.shape.schedule, options.seed)
+        if options.activation_checkpointing:
+            engine.module.gradient_checkpointing_enable()
+        progress = Progress(
+            label, job.plan.total_steps, options.log_interval, visible=self._ranks.is_first
+        )
+        trainer = Trainer(engine, job.plan, self._ranks, progress)
+        self._histories.append((label, trainer.history))
+        try:
+            trainer.run()
+        finally:
+            progress.close()
+        return engine
+
+    def _export(self, engine: Any) -> None:
+        data = self._job.plan.data.held_out
+        sequences = data.read(data.evenly_spaced(CHECKED_SEQUENCES))[:, : CHECKED_TOKENS + 1]
+        engine.eval()
+        with torch.no_grad():
+            losses = sequence_losses(engine, sequences.to(self._ranks.device))
+        weights = gather_weights(engine, self._ranks)
+        section = self._job.shape.ds_config["fp4"] if self._is_converted else None
+        expected = ExportCheck(weights, sequences, float(losses.mean()), section)
+        self._ranks.on_first(lambda: self._write_export(expected))
+
+    def _write_export(self, expected: ExportCheck) -> None:
+        folder, shape = self._folder.export, self._job.shape
+        export_model(folder, shape.model_config, expected.weights, self._job.tokenizer)
+        plain_loss = check_export(folder, expected)
+        self._export_losses = {"as_trained": expected.trained_loss, "plain": plain_loss}
+        print(
+            f"exported {folder}: loads in plain transformers (loss {plain_loss:.4f} on a sample; "
+            f"{expected.trained_loss:.4f} computed as trained)",
+            flush=True,
+        )
+
+    def save_losses(self) -> None:
+        if self._ranks.is_first:
+            write_losses(self._folder.losses, self._histories)
+
+    def finish(self) -> None:
+        """Write the report, print its table, and check that nothing is missing."""
+        self._ranks.on_first(self._report)
+
+    def _report(self) -> None:
+        options, folder = self._job.options, self._folder
+        summaries = [summarize(label, history) for label, history in self._histories]
+        comparison = Comparison(summaries[0], summaries[1] if options.twin else None)
+        write_report(folder.path, comparison, self._facts())
+        if options.twin:
+            draw_curves(folder.curves, self._histories)
+        folder.require(manifest=self._is_converted, twin=options.twin, export=options.export)
+        is_short = self._job.plan.total_steps < SHORT_RUN_STEPS
+        note = f"\n{SHORT_RUN_NOTE}\n" if options.twin and is_short else ""
+        print(f"\n{comparison.markdown()}\n{note}\neverything is in {folder.path}", flush=True)
+
+    def _facts(self) -> dict[str, Any]:
+        shape, options = self._job.shape, self._job.options
+        return {
+            "preset": options.preset,
+            "steps": shape.schedule.total_steps,
+            "tokens_per_step": shape.tokens_per_step,
+            "seed": options.seed,
+            "data": str(options.data or "Python standard library"),
+            "tokenizer": self._job.tokenizer.name,
+            "device": str(self._ranks.device),
+            "world_size": self._ranks.world_size,
+            "zero_stage": shape.ds_config.get("zero_optimization", {}).get("stage", 0),
+            "export_losses": self._export_losses,
+            "versions": {name: metadata.version(name) for name in VERSIONS_OF},
+        }
+
+    def _banner(self) -> list[str]:
+        shape, plan = self._job.shape, self._job.plan
+        where = f"{self._ranks.world_size} rank(s) on {self._ranks.device.type}"
+        return [
+            f"{self._job.options.preset} LLaMA, recipe {shape.label}, {where}",
+            f"{len(plan.data.train):,} training and {len(plan.data.held_out):,} held-out sequences "
+            f"of {plan.data.train.seq_len} tokens",
+            *shape.sizes().lines(),
+        ]

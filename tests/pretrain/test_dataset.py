@@ -1,0 +1,82 @@
+"""Token streams cut into sequences, and text that does not suffice or does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fp4_plugin.errors import DataError
+from fp4_plugin.pretrain.dataset import DataSource, TokenSequences, load_training_data
+from fp4_plugin.pretrain.tokenizer import ByteTokenizer
+from tests.pretrain.test_megatron_index import write_pair
+
+
+def _load(tmp_path, train, held_out=None, seq_len=8, vocab_size=320):
+    source = DataSource(train, held_out, tmp_path / "cache")
+    return load_training_data(source, ByteTokenizer(), vocab_size=vocab_size, seq_len=seq_len)
+
+
+def _text(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_each_sequence_begins_with_the_last_target_of_the_one_before():
+    sequences = TokenSequences(np.arange(13), 4, 100, "text")
+    assert len(sequences) == 3
+    assert sequences.read(np.array([0, 2])).tolist() == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
+
+
+def test_evenly_spaced_sequences_cover_the_whole_text():
+    sequences = TokenSequences(np.arange(101), 10, 200, "text")
+    assert sequences.evenly_spaced(4).tolist() == [0, 2, 5, 7]
+    assert sequences.evenly_spaced(99).tolist() == list(range(10))
+
+
+def test_one_long_file_gives_its_end_as_held_out_text(tmp_path):
+    data = _load(tmp_path, _text(tmp_path / "a.txt", "x" * 999))
+    assert (len(data.train.tokens), len(data.held_out.tokens)) == (950, 50)
+    assert data.held_out.tokens[-1] == ByteTokenizer.end_of_document
+
+
+def test_held_out_text_can_be_given_apart_and_then_nothing_is_cut_off(tmp_path):
+    train, held_out = _text(tmp_path / "a.txt", "x" * 99), _text(tmp_path / "b.txt", "y" * 49)
+    data = _load(tmp_path, train, held_out)
+    assert (len(data.train.tokens), len(data.held_out.tokens)) == (100, 50)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("x" * 8, 9), ("x" * 16, 17)])
+def test_a_corpus_shorter_than_two_sequences_says_how_long_it_is(tmp_path, text, tokens):
+    with pytest.raises(DataError, match=rf"has {tokens} tokens; training and held-out text need"):
+        _load(tmp_path, _text(tmp_path / "a.txt", text))
+
+
+def test_training_text_shorter_than_a_sequence_is_refused(tmp_path):
+    train, held_out = _text(tmp_path / "a.txt", "x"), _text(tmp_path / "b.txt", "y" * 49)
+    with pytest.raises(DataError, match="has 2 tokens, less than one sequence of 8"):
+        _load(tmp_path, train, held_out)
+
+
+def test_empty_text_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no text"):
+        _load(tmp_path, _text(tmp_path / "a.txt", ""))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"has 257 ids, the model only 100; pass --vocab-size 257"):
+        _load(tmp_path, _text(tmp_path / "a.txt", "x" * 99), vocab_size=100)
+
+
+def test_a_megatron_pair_is_read_in_place_and_its_end_is_held_out(tmp_path):
+    data_file, _ = write_pair(tmp_path / "corpus", [list(range(100)), list(range(60))])
+    data = _load(tmp_path, data_file)
+    assert data.train.tokens.tolist() == [*range(100), *range(51)]
+    assert data.held_out.tokens.tolist() == list(range(51, 60))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("token", [320, -1])
+def test_a_megatron_pair_of_another_vocabulary_is_refused_at_the_start(tmp_path, token):
+    data_file, _ = write_pair(tmp_path / "corpus", [[5] * 50 + [token] + [5] * 50], np.int32)
+    with pytest.raises(DataError, match=rf"holds token id {token}, but the model has 320 ids"):
+        _load(tmp_path, data_file)

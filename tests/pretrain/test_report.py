@@ -1,0 +1,86 @@
+"""The table, its files and the picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from fp4_plugin.errors import MismatchError
+from fp4_plugin.pretrain.artifacts import RunFolder
+from fp4_plugin.pretrain.curves import draw_curves
+from fp4_plugin.pretrain.report import Comparison, summarize, write_losses, write_report
+from fp4_plugin.pretrain.training import History, StepRecord
+
+
+def _history(num_steps, loss, seconds=1.0):
+    steps = [StepRecord(i + 1, loss if i >= 10 else 9.0, 1e-3, seconds) for i in range(num_steps)]
+    return History(steps, [(num_steps, loss + 0.5)])
+
+
+def test_the_final_loss_is_the_mean_of_the_last_ten_steps_and_the_time_leaves_out_the_first():
+    history = _history(20, 2.0, seconds=0.5)
+    history.steps[0] = StepRecord(1, 9.0, 1e-3, 60.0)
+    summary = summarize("paper", history)
+    assert (summary.train_loss, summary.held_out_loss, summary.seconds_per_step) == (2.0, 2.5, 0.5)
+
+
+def test_gaps_and_the_ratio_are_against_the_twin():
+    run, twin = (
+        summarize("paper", _history(20, 2.1, 0.9)),
+        summarize("twin", _history(20, 2.0, 0.6)),
+    )
+    first, second = Comparison(run, twin).rows()
+    assert first["train_gap_nats"] == pytest.approx(0.1)
+    assert first["train_gap_percent"] == pytest.approx(5.0)
+    assert first["held_out_gap_nats"] == pytest.approx(0.1)
+    assert first["held_out_gap_percent"] == pytest.approx(4.0)
+    assert first["time_ratio"] == pytest.approx(1.5)
+    assert (second["train_gap_nats"], second["time_ratio"]) == (0.0, 1.0)
+    table = Comparison(run, twin).markdown()
+    assert (
+        "| paper | 2.1000 | +0.1000 (+5.00 %) | 2.6000 | +0.1000 (+4.00 %) | 0.900 | 1.50x |"
+        in table
+    )
+
+
+def test_a_run_without_twin_has_no_gap():
+    (row,) = Comparison(summarize("paper", _history(20, 2.1)), None).rows()
+    assert not [key for key in row if "gap" in key or "ratio" in key]
+
+
+def test_the_files_hold_what_the_table_shows(tmp_path):
+    histories = [("paper", _history(20, 2.1)), ("bf16 twin", _history(20, 2.0))]
+    comparison = Comparison(*(summarize(label, history) for label, history in histories))
+    write_report(tmp_path, comparison, {"seed": 3})
+    write_losses(tmp_path / "losses.csv", histories)
+    draw_curves(tmp_path / "curves.png", histories)
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert (record["seed"], record["runs"]) == (3, comparison.rows())
+    with (tmp_path / "report.csv").open() as stream:
+        assert [float(row["train_loss"]) for row in csv.DictReader(stream)] == [2.1, 2.0]
+    with (tmp_path / "losses.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["run"], row["step"]) for row in (rows[0], rows[-1])] == [
+        ("paper", "1"),
+        ("bf16 twin", "20"),
+    ]
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_missing_artefact_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(MismatchError) as raised:
+        folder.require(manifest=True, twin=True, export=True)
+    names = ("losses.csv", "report.md", "fp4_manifest.json", "curves.png", "*.safetensors")
+    assert all(name in str(raised.value) for name in names)
+
+
+def test_what_an_earlier_run_left_cannot_pass_for_this_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    for path in (folder.manifest, folder.losses, *folder.reports, tmp_path / "mine.txt"):
+        path.write_text("old")
+    folder.export.mkdir()
+    folder.prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
