@@ -168,21 +168,21 @@ def _split_outliers(
     x: (R, K) any float; high = sorted[index], low = sorted[K - 1 - index] of each row. Returns
     low, high (R, 1) float32; columns (R, c) int16 (int32 for K > 32,767) ascending, and values
     (R, c) float32 = x - clamp(x), with c = 2 (K - 1 - index). Slots that are not needed hold
-    column 0, value 0 and come first. A row that is not finite has no entries.
+    column 0, value 0 and come first. A row that is not finite has thresholds NaN and no entries.
     """
     num_beyond = x.shape[1] - 1 - index
     x = x.to(torch.float32)
     largest, largest_at = x.topk(num_beyond + 1, dim=1)
     smallest, smallest_at = x.topk(num_beyond + 1, dim=1, largest=False)
-    high, low = largest[:, -1:].clone(), smallest[:, -1:].clone()
-    above, below = largest[:, :-1] - high, smallest[:, :-1] - low
-    values = torch.cat((above, below), dim=1)
+    high, low = largest[:, -1:], smallest[:, -1:]
+    values = torch.cat((largest[:, :-1] - high, smallest[:, :-1] - low), dim=1)
     columns = torch.cat((largest_at[:, :-1], smallest_at[:, :-1]), dim=1)
     # Inf - finite = Inf and NaN stays NaN, so one look at the extremes is enough.
     finite = largest[:, :1].isfinite() & smallest[:, :1].isfinite()
     used = (values != 0) & finite
     values = torch.where(used, values, 0.0)
     columns, order = torch.where(used, columns, 0).sort(dim=1, stable=True)
+    low, high = (torch.where(finite, threshold, torch.nan) for threshold in (low, high))
     column_dtype = torch.int16 if x.shape[1] <= 32768 else torch.int32
     return low, high, columns.to(column_dtype), values.gather(1, order)
 

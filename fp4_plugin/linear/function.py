@@ -36,6 +36,7 @@ from fp4_plugin.linear.operand import (
     as_rows,
     gemm,
     quantize_operand,
+    scale_,
     scaled,
     scaled_weight,
 )
@@ -154,11 +155,13 @@ def _fprop(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """(T, N) float32."""
-    output = scaled(gemm(quantized.rows, weight_codes, "nt"), quantized.rows.scale_inv)
-    output = scaled(output, _transposed(weight_codes.scale_inv))
+    output = gemm(quantized.rows, weight_codes, "nt")
+    scale_(output, quantized.rows.scale_inv, _transposed(weight_codes.scale_inv))
     if quantized.residual is not None:
-        output = output + quantized.residual.matmul_t(weight)
-    return output if bias is None else output + bias.to(torch.float32)
+        output += quantized.residual.matmul_t(weight)
+    if bias is not None:
+        output += bias
+    return output
 
 
 def _dgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
@@ -166,12 +169,12 @@ def _dgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.
     if spec.dgrad == "fp4":
         grad = quantize_operand(grad_output, spec.grad_output)
         columns = quantize_operand(saved.weight.t().contiguous(), spec.weight)
-        grad_input = scaled(gemm(grad, columns, "nt"), grad.scale_inv)
-        return scaled(grad_input, _transposed(columns.scale_inv))
+        grad_input = gemm(grad, columns, "nt")
+        return scale_(grad_input, grad.scale_inv, _transposed(columns.scale_inv))
     codes = saved.weight_codes or quantize_operand(saved.weight, spec.weight)
     folded = scaled(grad_output, _transposed(codes.scale_inv))
     grad = _grad_operand(folded, grad_output.dtype, spec.dgrad, spec)
-    return scaled(gemm(grad, codes, "nn"), grad.scale_inv)
+    return scale_(gemm(grad, codes, "nn"), grad.scale_inv)
 
 
 def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
@@ -179,19 +182,19 @@ def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.
     activation = saved.activation
     if spec.keeps_transposed_input:
         grad = quantize_operand(grad_output.t().contiguous(), spec.grad_output)
-        grad_weight = scaled(gemm(grad, activation, "nt"), grad.scale_inv)
-        grad_weight = scaled(grad_weight, _transposed(activation.scale_inv))
+        grad_weight = gemm(grad, activation, "nt")
+        scale_(grad_weight, grad.scale_inv, _transposed(activation.scale_inv))
     else:
         # Transposed before it is folded: a copy of BF16 moves half the bytes of one of float32.
         folded = scaled(grad_output.t().contiguous(), _transposed(activation.scale_inv))
         grad = _grad_operand(folded, grad_output.dtype, spec.wgrad, spec)
-        grad_weight = scaled(gemm(grad, activation, "nn"), grad.scale_inv)
+        grad_weight = scale_(gemm(grad, activation, "nn"), grad.scale_inv)
     if spec.weight.format is not None:
         slope = spec.estimator.slope(scaled_weight(saved.weight, spec.weight), spec.weight.format)
-        grad_weight = scaled(grad_weight, slope)
+        scale_(grad_weight, slope)
     if saved.residual is not None:
         num_columns = saved.weight.shape[1]
-        grad_weight = grad_weight + saved.residual.weight_gradient(grad_output, num_columns)
+        grad_weight += saved.residual.weight_gradient(grad_output, num_columns)
     return grad_weight
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "gemm",
     "quantize_input",
     "quantize_operand",
+    "scale_",
     "scaled",
     "scaled_weight",
 ]
@@ -68,7 +69,10 @@ def quantize_operand(
     low: torch.Tensor | None = None,
     high: torch.Tensor | None = None,
 ) -> Operand:
-    """x: (R, C), any float, clamped to [low, high] first if given."""
+    """x: (R, C), any float, clamped to the thresholds low, high of its rows first if given.
+
+    low, high: float32 (R, 1), elements of the rows; or (1, 1).
+    """
     if spec.format is None:
         return Operand(x, None, None, x.shape[1])
     codes, scale_inv = ops.quantize_rows(
@@ -76,11 +80,27 @@ def quantize_operand(
         spec.format,
         rounding=spec.rounding,
         scale=spec.scale,
-        amax=_tensor_amax(x, low, high) if spec.granularity == "tensor" else None,
+        amax=_amax(x, spec, low, high),
         low=low,
         high=high,
     )
     return Operand(codes, spec.format, scale_inv, x.shape[1])
+
+
+def _amax(
+    x: torch.Tensor, spec: OperandSpec, low: torch.Tensor | None, high: torch.Tensor | None
+) -> torch.Tensor | None:
+    """amax of the groups of `spec` after clamping, or None to have it taken row by row."""
+    of_rows = None
+    if low is not None and high is not None and low.shape[0] == x.shape[0]:
+        # Thresholds of rows are elements of them, so they are the extremes after clamping.
+        of_rows = torch.maximum(high, -low)
+    if spec.granularity == "row":
+        return of_rows
+    if x.numel() == 0:
+        return torch.zeros((1, 1), device=x.device)
+    of_rows = clamped_amax(x, low, high) if of_rows is None else of_rows
+    return of_rows.amax(dim=0, keepdim=True)
 
 
 def quantize_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
@@ -107,8 +127,8 @@ def _clamped(x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | Non
 def scaled_weight(weight: torch.Tensor, spec: OperandSpec) -> torch.Tensor:
     """clamp(f32(W * inv), -max, max): (N, K) float32, the argument of the estimator's slope."""
     assert spec.format is not None
-    tensor_wide = spec.granularity == "tensor"
-    amax = _tensor_amax(weight, None, None) if tensor_wide else row_amax(weight)
+    amax = _amax(weight, spec, None, None)
+    amax = row_amax(weight) if amax is None else amax
     scales = scales_from_amax(amax, spec.format, spec.scale)
     return (weight.to(torch.float32) * scales.inv).clamp_(-spec.format.max, spec.format.max)
 
@@ -124,9 +144,9 @@ def scaled(x: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
     return x if scale_inv is None else x * scale_inv
 
 
-def _tensor_amax(
-    x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None
-) -> torch.Tensor:
-    if x.numel() == 0:
-        return torch.zeros((1, 1), device=x.device)
-    return clamped_amax(x, low, high).amax(dim=0, keepdim=True)
+def scale_(product: torch.Tensor, *factors: torch.Tensor | None) -> torch.Tensor:
+    """Multiply a GEMM's float32 product in place by each factor that is not None, in order."""
+    for factor in factors:
+        if factor is not None:
+            product.mul_(factor)
+    return product
