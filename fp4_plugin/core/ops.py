@@ -69,6 +69,8 @@ def _quantize_rows(
     PhiloxKey for stochastic rounding. A non-finite group has codes 0 and scale_inv NaN.
     """
     fmt = FORMATS[format]
+    if x.dtype == torch.float64:
+        x = x.to(torch.float32)
     amax = clamped_amax(x, low, high) if amax is None else amax
     scales = scales_from_amax(amax, fmt, scale)
     width = (x.shape[1] + 1) // 2 if fmt.is_packed else x.shape[1]
@@ -77,10 +79,11 @@ def _quantize_rows(
     rows = x.shape[0] if whole else max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))
     for start in range(0, x.shape[0], max(1, rows)):
         part = slice(start, start + rows)
-        y = x[part].to(torch.float32, copy=True)
+        # A narrow x is widened by the float32 operand of the first operation on it.
+        y = x[part]
         if low is not None and high is not None:
-            y = torch.minimum(torch.maximum(y, _part(low, part), out=y), _part(high, part), out=y)
-        y.mul_(_part(scales.inv, part)).clamp_(-fmt.max, fmt.max)
+            y = torch.minimum(torch.maximum(y, _part(low, part)), _part(high, part))
+        y = (y * _part(scales.inv, part)).clamp_(-fmt.max, fmt.max)
         if rounding != "nearest":
             y = round_to_grid(y, fmt, rounding, PhiloxKey(*key) if key else None)
         chunk = encode(y, fmt)
