@@ -14,6 +14,8 @@ It changes classes, never a parameter, so ZeRO's partitions, hooks and states st
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +31,8 @@ from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts, resolv
 from fp4_plugin.integrations.deepspeed.engine import attach
 
 __all__ = ["initialize", "initialize_with_fp4"]
+
+logger = logging.getLogger("fp4_plugin")
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -123,7 +127,19 @@ def _compare_layers(engine: Any, activation: Activation) -> None:
 
 
 def _say(message: str) -> None:
-    """Once, on rank 0, through DeepSpeed's logger: users see that one without configuring any."""
-    from deepspeed.utils import log_dist
+    """Once, on rank 0: to this package's logger, or to stderr where nobody has set up logging.
 
-    log_dist(message, ranks=[0])
+    DeepSpeed's own logger shows warnings only, and a job must not leave open what it runs.
+    """
+    if not _is_rank_zero():
+        return
+    if logger.hasHandlers():
+        logger.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _is_rank_zero() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
