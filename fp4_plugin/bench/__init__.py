@@ -1,0 +1,3 @@
+"""Benchmarks behind `fp4 bench`: measurements that take minutes, so no test runs them in full."""
+
+from __future__ import annotations
