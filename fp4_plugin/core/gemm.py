@@ -12,6 +12,7 @@ float32 values; those sums round, and their last bits are the kernel's.
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 
@@ -100,17 +101,40 @@ def gemm_bf16_exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`gemm_float32` of values that are exact in BF16, on BF16 instructions with float32 sums.
 
     Products are the same to the bit and sums are float32; on CPUs with BF16 dot products it is
-    2 to 3 times faster. torch has no argument for it, only this process-wide switch of oneDNN,
-    which is put back at once.
+    2 to 3 times faster.
     """
-    switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # absent before 2.9
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        announce("torch.mm float32 (oneDNN bf16 products)")
+    announce("torch.mm float32 (oneDNN bf16 products)")
+    with _onednn_multiplies_in_bf16:
         return torch.mm(a, b)
-    finally:
-        switch.fp32_precision = before
+
+
+class _OneDnnBf16Switch:
+    """Holds oneDNN's float32 precision at bf16 while any thread is inside.
+
+    torch has no argument for it, only this process-wide switch. It is counted, because two threads
+    that each restored what they had found could leave it on for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before = "none"
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # since 2.9
+                self._before, switch.fp32_precision = switch.fp32_precision, "bf16"
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
+
+
+_onednn_multiplies_in_bf16 = _OneDnnBf16Switch()
 
 
 def default_gemm(
