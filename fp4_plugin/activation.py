@@ -16,7 +16,14 @@ from torch import nn
 
 from fp4_plugin.config import Fp4Config, parse_section
 from fp4_plugin.errors import ConfigError, MismatchError, NotRunYet
-from fp4_plugin.linear.convert import FORMS, Forms, ModelPlan, apply_plan, plan_model
+from fp4_plugin.linear.convert import (
+    FORMS,
+    KEPT_BY_CONFIGURATION,
+    Forms,
+    ModelPlan,
+    apply_plan,
+    plan_model,
+)
 from fp4_plugin.linear.function import LayerRun
 from fp4_plugin.linear.shared_input import forget_shared_input
 from fp4_plugin.recipes import RECIPE_NOTES
@@ -59,8 +66,9 @@ class Activation:
 
     def manifest(self, **facts: Any) -> dict[str, Any]:
         """The run manifest as a JSON-ready dict; `facts` are added at its top."""
-        notes = [RECIPE_NOTES[self.config.recipe]] if self.config.recipe in RECIPE_NOTES else []
-        notes += [_SIMULATION_NOTE, *self._causality_notes()]
+        recipes = [self.config.recipe, *(rule.get("recipe") for rule in self.config.layers)]
+        notes = [note for name, note in RECIPE_NOTES.items() if name in recipes]
+        notes += [_SIMULATION_NOTE, *self._causality_notes(), *idle_rules(self.config, self.plan)]
         known = {
             "config": self.config.resolved(),
             "config_hash": self.config.hash(),
@@ -131,7 +139,8 @@ def activate(
             "this model was converted already: convert a model once, or build a new one"
         )
     plan = plan_model(model, config.linear_spec, forms) if config.enabled else ModelPlan()
-    _warn_about_idle_rules(config, model)
+    for note in idle_rules(config, plan):
+        logger.warning("fp4: %s", note)
     wants_layers = not allow_empty and config.enabled and config.resolved()["linear"] is not None
     if wants_layers and not plan.layers:
         message = (
@@ -144,6 +153,7 @@ def activate(
     runs = apply_plan(model, plan, keep_weight_codes=keep_weight_codes, forms=forms)
     if runs:
         model.register_forward_pre_hook(forget_shared_input)
+        model.register_forward_hook(forget_shared_input)
     activation = Activation(model, config, plan, runs)
     _activations[model] = activation
     return activation
@@ -192,9 +202,12 @@ def _enumerate(reports: list[LayerReport], most: int = 5) -> str:
     return "; ".join(f"{report.name}: {report.reason}" for report in reports[:most]) + more
 
 
-def _warn_about_idle_rules(config: Fp4Config, model: nn.Module) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    matched = [rule for name in names for rule in config.matching_rules(name)]
-    for index, rule in enumerate(config.layers):
-        if rule not in matched:
-            logger.warning("fp4: layers[%d] matches no linear layer: %r", index, rule["match"])
+def idle_rules(config: Fp4Config, plan: ModelPlan) -> list[str]:
+    """A note for each rule of `layers` that decides nothing, also not that a layer is kept."""
+    kept = [module.name for module in plan.untouched if module.reason == KEPT_BY_CONFIGURATION]
+    matched = [rule for name in (*plan.layers, *kept) for rule in config.matching_rules(name)]
+    return [
+        f"layers[{index}] matches no layer that could be converted: {rule['match']!r}"
+        for index, rule in enumerate(config.layers if config.enabled else ())
+        if rule not in matched
+    ]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fp4_plugin.config.models import SECTION, LinearConfig
+from fp4_plugin.config.models import SECTION, UNQUANTIZED, LinearConfig
 from fp4_plugin.config.validation import build_estimator
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.recipes import RECIPES
 
-__all__ = ["Linear", "apply_rule", "complete", "has_path", "merged"]
+__all__ = ["Linear", "apply_rule", "complete", "has_path", "merged", "refuse_idle_keys"]
 
 # A `linear` object as in JSON, or None for layers that stay in high precision.
 Linear = dict[str, Any] | None
@@ -50,6 +50,31 @@ def complete(linear: Mapping[str, Any] | None) -> Linear:
     instance = build_estimator(estimator, f"{SECTION}.linear.weight.estimator")
     complete["weight"]["estimator"] = {"name": estimator["name"], **asdict(instance)}
     return complete
+
+
+def refuse_idle_keys(base: Linear, linear: Linear) -> None:
+    """Raise ConfigError for a key that differs from `base` and yet changes nothing in `linear`."""
+    if base is None or linear is None:
+        return
+    casts_gradient = not linear["dgrad"] == linear["wgrad"] == UNQUANTIZED
+    for operand in ("weight", "input", "grad_output"):
+        settings = linear[operand]
+        if settings["format"] == UNQUANTIZED:
+            keys, reason = (
+                ["granularity", "rounding", "scale"],
+                f"linear.{operand}.format is 'bf16'",
+            )
+        elif operand == "grad_output" and not casts_gradient:
+            keys = ["format", "granularity", "rounding", "scale"]
+            reason = "dgrad and wgrad are 'bf16' and do not cast grad_output"
+        else:
+            continue
+        for key in keys:
+            if settings[key] != base[operand].get(key):
+                raise ConfigError(
+                    f"{SECTION}.linear.{operand}.{key}: {settings[key]!r} would do nothing, since "
+                    f"{reason}; leave it out, or change that"
+                )
 
 
 def has_path(settings: Any, keys: list[str]) -> bool:

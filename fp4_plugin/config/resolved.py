@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from fp4_plugin.config.merging import apply_rule, complete, has_path, merged
+from fp4_plugin.config.merging import apply_rule, complete, has_path, merged, refuse_idle_keys
 from fp4_plugin.config.models import SECTION, UNQUANTIZED
 from fp4_plugin.config.validation import build_estimator, validate_section
 from fp4_plugin.core.formats import FORMATS
@@ -34,6 +34,7 @@ class Fp4Config:
         self._linear = complete(merged(recipe["linear"], self._section, "linear"))
         if self._linear is not None:
             _build_spec(_freeze(self._linear))  # contradictions surface here
+        refuse_idle_keys(recipe["linear"], self._linear)
         for index, rule in enumerate(self.layers):
             self._check_rule(index, rule)
 
@@ -93,6 +94,8 @@ class Fp4Config:
             linear = apply_rule(self._linear, rule)
             if linear is not None:
                 _build_spec(_freeze(linear))
+                if "linear" in rule:
+                    refuse_idle_keys(self._linear, linear)
         except ConfigError as error:
             raise ConfigError(f"{path} (match {rule['match']!r}): {error}") from None
 

@@ -11,6 +11,7 @@ float32 values; those sums round, and their last bits are the kernel's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -94,7 +95,14 @@ def _with_plain_strides(matrix: torch.Tensor) -> torch.Tensor:
 def gemm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a: (M, K), b: (K, N) float32 -> (M, N) float32."""
     announce("torch.mm float32")
-    return torch.mm(a, b)
+    with _precision_switch if a.device.type == "cpu" else contextlib.nullcontext():
+        return torch.mm(a, b)
+
+
+# torch has no argument for the precision of products, only a switch of oneDNN for the whole
+# process. Whoever multiplies here holds this lock: a product of another thread would be rounded to
+# BF16 while it is on. The float32 products of somebody else's threads are, for that moment.
+_precision_switch = threading.Lock()
 
 
 def gemm_bf16_exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -104,37 +112,13 @@ def gemm_bf16_exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     2 to 3 times faster.
     """
     announce("torch.mm float32 (oneDNN bf16 products)")
-    with _onednn_multiplies_in_bf16:
-        return torch.mm(a, b)
-
-
-class _OneDnnBf16Switch:
-    """Holds oneDNN's float32 precision at bf16 while any thread is inside.
-
-    torch has no argument for it, only this process-wide switch. It is counted, because two threads
-    that each restored what they had found could leave it on for good.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._before = "none"
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # since 2.9
-                self._before, switch.fp32_precision = switch.fp32_precision, "bf16"
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
-
-
-_onednn_multiplies_in_bf16 = _OneDnnBf16Switch()
+    switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # absent before 2.9
+    with _precision_switch:
+        before, switch.fp32_precision = switch.fp32_precision, "bf16"
+        try:
+            return torch.mm(a, b)
+        finally:
+            switch.fp32_precision = before
 
 
 def default_gemm(

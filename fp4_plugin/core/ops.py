@@ -35,20 +35,9 @@ __all__ = [
 
 library = torch.library.Library("fp4_plugin", "DEF")
 
-# Rows are quantised in chunks of about this many elements: the temporaries stay in the cache.
-_CHUNK_ELEMENTS = 1 << 16
-
-
-def _define(schema: str) -> None:
-    library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-
-
-# --- quantize_rows -----------------------------------------------------------------------------
-
-_define(
-    "quantize_rows(Tensor x, str format, str rounding, str scale, Tensor? amax=None, "
-    "Tensor? low=None, Tensor? high=None, int[]? key=None) -> (Tensor, Tensor)"
-)
+# Rows are quantised in chunks of about this many elements: on a CPU the temporaries stay in the
+# cache, elsewhere a chunk is large enough to hide the launch of its kernels.
+_CHUNK_ELEMENTS_CPU, _CHUNK_ELEMENTS = 1 << 16, 1 << 25
 
 
 def _quantize_rows(
@@ -76,7 +65,8 @@ def _quantize_rows(
     width = (x.shape[1] + 1) // 2 if fmt.is_packed else x.shape[1]
     codes = x.new_empty((x.shape[0], width), dtype=torch.uint8)
     whole = rounding == "stochastic"  # its random numbers are indexed by the whole tensor
-    rows = x.shape[0] if whole else max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))
+    chunk_elements = _CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else _CHUNK_ELEMENTS
+    rows = x.shape[0] if whole else max(1, chunk_elements // max(1, x.shape[1]))
     for start in range(0, x.shape[0], max(1, rows)):
         part = slice(start, start + rows)
         # A narrow x is widened by the float32 operand of the first operation on it.
@@ -116,14 +106,6 @@ def _quantize_rows_fake(
     return codes, x.new_empty(shape, dtype=torch.float32)
 
 
-# --- gemm --------------------------------------------------------------------------------------
-
-_define(
-    "gemm(Tensor a, str a_format, Tensor b, str b_format, str layout, int a_columns, "
-    "int b_columns) -> Tensor"
-)
-
-
 def _gemm(
     a: torch.Tensor,
     a_format: str,
@@ -156,11 +138,6 @@ def _gemm_fake(
     rows = a.shape[0] if layout[0] == "n" else a_columns
     columns = b_columns if layout[1] == "n" else b.shape[0]
     return a.new_empty((rows, columns), dtype=torch.float32)
-
-
-# --- outliers ----------------------------------------------------------------------------------
-
-_define("split_outliers(Tensor x, int index) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def _split_outliers(
@@ -198,11 +175,6 @@ def _split_outliers_fake(
     column_dtype = torch.int16 if x.shape[1] <= 32768 else torch.int32
     columns = x.new_empty(shape, dtype=column_dtype)
     return threshold, torch.empty_like(threshold), columns, x.new_empty(shape, dtype=torch.float32)
-
-
-# --- residual products -------------------------------------------------------------------------
-
-_define("residual_gemm(Tensor columns, Tensor values, Tensor? offsets, Tensor weight) -> Tensor")
 
 
 def _residual_gemm(
@@ -251,12 +223,6 @@ def _residual_gemm_fake(
     return weight.new_empty((num_rows, weight.shape[0]), dtype=torch.float32)
 
 
-_define(
-    "residual_wgrad(Tensor columns, Tensor values, Tensor? offsets, Tensor grad_output, "
-    "int num_columns) -> Tensor"
-)
-
-
 def _residual_wgrad(
     columns: torch.Tensor,
     values: torch.Tensor,
@@ -301,11 +267,10 @@ for _name, _default, _fake in (
     ("residual_gemm", _residual_gemm, _residual_gemm_fake),
     ("residual_wgrad", _residual_wgrad, _residual_wgrad_fake),
 ):
+    _schema = torch.library.infer_schema(_default, mutates_args=())
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
     library.impl(_name, _default, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_plugin::{_name}", _fake, lib=library)
-
-
-# --- typed calls -------------------------------------------------------------------------------
 
 
 def quantize_rows(

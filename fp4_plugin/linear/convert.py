@@ -13,11 +13,22 @@ from typing import Any
 
 from torch import nn
 
+from fp4_plugin.errors import ConfigError
 from fp4_plugin.linear.function import LayerRun
 from fp4_plugin.linear.module import FP4Linear
 from fp4_plugin.linear.spec import LinearSpec
 
-__all__ = ["FORMS", "Forms", "HighPrecisionModule", "ModelPlan", "apply_plan", "plan_model"]
+__all__ = [
+    "FORMS",
+    "KEPT_BY_CONFIGURATION",
+    "Forms",
+    "HighPrecisionModule",
+    "ModelPlan",
+    "apply_plan",
+    "plan_model",
+]
+
+KEPT_BY_CONFIGURATION = "the configuration selects bf16 for this layer"
 
 # Exact class of a linear -> the class that it becomes, which has a class method `from_run`.
 Forms = Mapping[type[nn.Module], Any]
@@ -49,8 +60,11 @@ def plan_model(
 
     spec_for: dotted name -> spec, or None where the configuration wants high precision. forms: the
     classes that can be converted; a framework adds those that it makes of an nn.Linear.
+
+    Raises ConfigError for an FP4 layer (of a copy of a converted model, say) that is to run in high
+    precision: it would go on in FP4.
     """
-    head_reasons = _head_reasons(model)
+    head_reasons = _head_reasons(model, forms)
     layers: dict[str, LinearSpec] = {}
     untouched: list[HighPrecisionModule] = []
     for name, module in model.named_modules():
@@ -62,7 +76,12 @@ def plan_model(
         if spec is not None:
             layers[name] = spec
             continue
-        reason = reason or "the configuration selects bf16 for this layer"
+        reason = reason or KEPT_BY_CONFIGURATION
+        if hasattr(module, "fp4"):
+            raise ConfigError(
+                f"{name or 'the model'} is an FP4 layer already and cannot go back to high "
+                f"precision ({reason}); copy or build the model before it is converted"
+            )
         dtype = str(parameters[0].dtype).removeprefix("torch.")
         untouched.append(HighPrecisionModule(name, type(module).__name__, dtype, reason))
     return ModelPlan(layers, tuple(untouched))
@@ -91,9 +110,9 @@ def _reason_to_keep(module: nn.Module, forms: Forms) -> str | None:
     return "not an nn.Linear"
 
 
-def _head_reasons(model: nn.Module) -> dict[nn.Module, str]:
-    """Linears that produce logits, with what gave them away."""
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+def _head_reasons(model: nn.Module, forms: Forms) -> dict[nn.Module, str]:
+    """Linears that produce logits, with what gave them away; also those that a framework made."""
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m) in forms]
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(embedding.weight) for embedding in embeddings}
     reasons: dict[nn.Module, str] = {
@@ -110,6 +129,6 @@ def _head_reasons(model: nn.Module) -> dict[nn.Module, str]:
         reasons = {
             linear: "output head: as many outputs as the embedding has entries"
             for linear in linears
-            if linear.out_features in vocabularies
+            if getattr(linear, "out_features", None) in vocabularies
         }
     return reasons

@@ -41,7 +41,7 @@ from fp4_plugin.linear.operand import (
     scaled_weight,
 )
 from fp4_plugin.linear.record import LayerRecord
-from fp4_plugin.linear.shared_input import shared_quantized_input
+from fp4_plugin.linear.shared_input import forget_shared_input, shared_quantized_input
 from fp4_plugin.linear.spec import LinearSpec
 
 __all__ = ["LayerRun", "fp4_linear"]
@@ -132,6 +132,7 @@ class _FP4Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        forget_shared_input()
         saved = _restore(ctx)
         run: LayerRun = ctx.run
         grad_input = grad_weight = grad_bias = None

@@ -6,8 +6,10 @@ freed and used again cannot match, and `_version` tells of in-place writes in be
 the tensor object is no criterion: ZeRO-3 hands every module its own alias of the same storage.
 
 Writes through `.data` and those of collectives (a receive buffer) leave `_version` as it is, so a
-converted model forgets whenever its forward begins; a lone FP4Linear that is fed from such a
-buffer needs `forget_shared_input` after each write.
+converted model forgets whenever its forward begins or ends, and every FP4 layer when its backward
+begins: on CUDA autograd recomputes checkpointed layers in a thread of its own, which the hooks of
+the model do not reach. So nothing is kept alive between steps either. A lone FP4Linear without
+gradients that is fed from such a buffer needs `forget_shared_input` after each write.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class _Source:
 def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     """`quantize_input` of x: (..., K) seen as (T, K), or the result of the call before."""
     rows = as_rows(x)
-    # Inference tensors have no version counter to rely on.
-    if x.is_inference():
+    # Inference tensors have no version counter to rely on. An input that stays as it is holds x
+    # itself, and the graph behind it: there is nothing to share, and much to keep alive.
+    if x.is_inference() or spec.input.format is None:
         return quantize_input(rows, spec)
     source = _describe(x, spec)
     last: tuple[_Source, QuantizedInput] | None = getattr(_remembered, "last", None)

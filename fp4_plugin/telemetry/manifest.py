@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4_plugin.estimators import ESTIMATORS, Estimator
 from fp4_plugin.linear.convert import ModelPlan
 from fp4_plugin.linear.function import LayerRun
 from fp4_plugin.linear.record import GEMMS
@@ -92,7 +93,7 @@ def _describe_layer(report: LayerReport, run: LayerRun) -> dict[str, Any]:
     spec, record = run.spec, run.record
     return {
         **asdict(report),
-        "estimator": {"name": type(spec.estimator).__name__.lower(), **_fields(spec.estimator)},
+        "estimator": {"name": _registered_name(spec.estimator), **_fields(spec.estimator)},
         "outliers": None if spec.outliers is None else asdict(spec.outliers),
         "weight": _describe_operand(spec.weight),
         "input": _describe_operand(spec.input),
@@ -132,6 +133,12 @@ def _operands(spec: LinearSpec, gemm: str) -> str:
     is_high_precision = getattr(spec, gemm) == "bf16"
     grad = "bf16" if is_high_precision else spec.grad_output.format_name
     return f"{grad} x {other.format_name}"
+
+
+def _registered_name(estimator: Estimator) -> str:
+    """The name that JSON knows the estimator by; its class name if it was made by hand."""
+    names = [name for name in ESTIMATORS if ESTIMATORS[name] is type(estimator)]
+    return names[0] if names else type(estimator).__name__
 
 
 def _fields(estimator: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp4_plugin.activation import activate
 from fp4_plugin.config import json_schema, parse_section
 from fp4_plugin.core.formats import FORMATS, MiniFloat
 from fp4_plugin.errors import ConfigError
@@ -106,6 +107,14 @@ def test_an_estimator_of_one_class_reaches_backward_through_json() -> None:
     }
     assert gradients[1.0].any()
     assert torch.equal(gradients[4.0], 4 * gradients[1.0])
+
+
+@pytest.mark.usefixtures("toys")
+def test_the_manifest_names_a_toy_estimator_as_json_does() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    section = toy_section("toy_e2m1", {"name": "toy", "constant": 3.0})
+    (layer,) = activate(model, section).manifest()["layers"]
+    assert layer["estimator"] == {"name": "toy", "constant": 3.0, "limit": 100.0}
 
 
 @pytest.mark.usefixtures("toys")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp4_plugin import convert_to_fp4
+from fp4_plugin.errors import ConfigError
 from fp4_plugin.linear import FP4Linear
 from tests.linear.layers import (
     gaussian,
@@ -96,6 +97,12 @@ def test_converting_a_model_keeps_modules_parameters_and_keys_in_place() -> None
     model(outlier_channels(3, 256)).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, values["0.weight"])
+
+
+def test_a_copy_of_a_converted_model_is_no_bf16_twin() -> None:
+    model = convert_to_fp4(nn.Sequential(nn.Linear(256, 32)), PAPER)
+    with pytest.raises(ConfigError, match="0 is an FP4 layer already"):
+        convert_to_fp4(copy.deepcopy(model), {"recipe": "bf16"})
 
 
 def test_printing_a_layer_shows_what_is_quantised() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from fp4_plugin import convert_to_fp4
+from fp4_plugin.linear.operand import QuantizedInput
 from tests.linear.layers import backward_bytes, gaussian, make_layer, make_section, outlier_channels
 from tests.tolerances import BACKWARD_BYTES_PER_ELEMENT
 
@@ -134,6 +139,10 @@ def test_slices_of_one_tensor_are_told_apart() -> None:
     assert torch.equal(layer(x[:16].flip(0)), halves[0].flip(0))
 
 
+def quantized_inputs() -> list[QuantizedInput]:
+    return [one for one in gc.get_objects() if type(one) is QuantizedInput]
+
+
 def test_nothing_of_the_input_lives_on_after_backward() -> None:
     layer = make_layer(512, 32, make_section())
     x = outlier_channels(16, 512)
@@ -141,3 +150,35 @@ def test_nothing_of_the_input_lives_on_after_backward() -> None:
     layer(x).sum().backward()
     del x
     assert reference.expired()
+    assert quantized_inputs() == []
+
+
+def test_nothing_of_the_input_lives_on_after_the_forward_of_a_model() -> None:
+    model = convert_to_fp4(nn.Sequential(nn.Linear(512, 32)), make_section())
+    with torch.no_grad():
+        model(outlier_channels(16, 512))
+    assert quantized_inputs() == []
+
+
+def test_an_input_that_is_not_quantised_is_not_kept() -> None:
+    section = {"linear": {"input": {"format": "bf16", "outliers": None}}}
+    section["linear"] |= {"fprop": "bf16", "wgrad": "bf16"}
+    make_layer(512, 32, section)(outlier_channels(16, 512))
+    assert quantized_inputs() == []
+
+
+def test_a_layer_that_is_recomputed_in_another_thread_sees_a_buffer_written_in_between() -> None:
+    # As on CUDA, where autograd calls backward from its own thread.
+    layer, buffer, seen = make_layer(512, 32, make_section()), outlier_channels(16, 512), []
+
+    def two_steps() -> None:
+        for seed in (1, 2):
+            buffer.data.copy_(outlier_channels(16, 512, seed=seed))  # no version counter tells
+            output = layer(buffer)
+            seen.append(output.detach().clone())
+            output.sum().backward()
+
+    thread = threading.Thread(target=two_steps)
+    thread.start()
+    thread.join()
+    assert not torch.equal(*seen)

@@ -8,12 +8,26 @@ import torch
 from torch import nn
 
 from fp4_plugin import convert_to_fp4
+from fp4_plugin.activation import activate
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.linear import FP4Linear
 from fp4_plugin.recipes import RECIPES
 from tests.linear.layers import gaussian, make_layer, outlier_channels, run_layer
 from tests.oracles import linear_reference, relative_frobenius
 from tests.tolerances import BACKWARD, FORWARD
+
+
+def test_the_manifest_names_rules_that_decide_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(50, 256), nn.Linear(256, 256), nn.Linear(256, 50))
+    rules = [
+        {"match": "2", "recipe": "fp8"},  # the head, which stays in high precision
+        {"match": "1", "recipe": "msamp"},
+        {"match": "absent*", "recipe": "bf16"},
+    ]
+    notes = activate(model, {"layers": rules}).manifest()["notes"]
+    assert [note[:9] for note in notes if "matches no layer" in note] == ["layers[0]", "layers[2]"]
+    assert any("ties toward +inf" in note for note in notes)
+
 
 NAMES = ["paper", "bf16", "fp8", "w4a8", "w8a4", "w4a4_ste", "w4a4_tensor", "msamp"]
 QUANTISED = [name for name in NAMES if name != "bf16"]
