@@ -1,8 +1,9 @@
 """All ranks answer one question together, so that none trains on while another stops.
 
-Every public function here is a collective over all ranks of the job (the default process group):
-each rank has to call it, and each rank gets the same answer. Without a process group, or with one
-rank, nothing is sent.
+Every public function here is a collective over the ranks of one engine: each has to call it, and
+each gets the same answer. These are all ranks of the job, unless the caller of
+`deepspeed.initialize` has given an `mpu`: then other ranks may build no engine at all, and waiting
+for them would be for ever. Without a process group, or with one rank, nothing is sent.
 """
 
 from __future__ import annotations
@@ -14,49 +15,66 @@ from typing import Any
 
 from fp4_plugin.errors import ConfigError, Fp4Error
 
-__all__ = ["common_problem", "gather", "require_agreement"]
+__all__ = ["Groups", "common_problem", "gather", "groups_of", "require_agreement"]
+
+# Process groups that make up the ranks of an engine as a grid; None is the whole job.
+Groups = Sequence[Any]
 
 _ABSENT = object()
 _MAX_REPORTED = 8
 _MAX_CHARACTERS = 60
 
 
-def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order; `value` has to be picklable and small."""
+def groups_of(mpu: Any) -> Groups:
+    """The groups of an engine whose `deepspeed.initialize` was given `mpu` (None for none)."""
+    if mpu is None:
+        return (None,)
+    return (mpu.get_data_parallel_group(), mpu.get_model_parallel_group())
+
+
+def gather(value: Any, groups: Groups = (None,)) -> dict[int, Any]:
+    """Rank -> `value` there, in rank order; `value` has to be picklable and small."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    if not (dist.is_available() and dist.is_initialized()):
+        return {0: value}
+    found = {dist.get_rank(): value}
+    for group in groups:
+        parts: list[Any] = [found]
+        if dist.get_world_size(group) > 1:
+            parts = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, found, group)
+        found = {rank: one for part in parts for rank, one in part.items()}
+    return dict(sorted(found.items()))
 
 
-def common_problem(problem: Fp4Error | None) -> Fp4Error | None:
+def common_problem(problem: Fp4Error | None, groups: Groups = (None,)) -> Fp4Error | None:
     """One error for all ranks that lists what each rank complains about; None if no rank does."""
-    problems: list[Fp4Error | None] = gather(problem)
-    found = [one for one in problems if one is not None]
+    problems: dict[int, Fp4Error | None] = gather(problem, groups)
+    found = [one for one in problems.values() if one is not None]
     if not found or len(problems) == 1:
         return problem
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(problems):
+    for rank, one in problems.items():
         if one is not None:
             ranks.setdefault(str(one), []).append(rank)
     lines = [f"on rank {_enumerate(where)}: {text}" for text, where in ranks.items()]
     return type(found[0])("\n".join(lines[:_MAX_REPORTED]))
 
 
-def require_agreement(statement: Mapping[str, Any], cohort: int = 0) -> None:
+def require_agreement(
+    statement: Mapping[str, Any], cohort: int = 0, groups: Groups = (None,)
+) -> None:
     """Raise ConfigError on every rank unless all ranks of each cohort state the same.
 
     `statement` is nested JSON objects. The error names each key path that differs, the values and
     the ranks that hold them. Only digests travel while everybody agrees.
     """
-    views = gather((cohort, _digest(statement)))
-    if len(set(views)) == len({one for one, _ in views}):
+    views = set(gather((cohort, _digest(statement)), groups).values())
+    if len(views) == len({one for one, _ in views}):
         return
     by_cohort: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for rank, (one, stated) in enumerate(gather((cohort, statement))):
+    for rank, (one, stated) in gather((cohort, statement), groups).items():
         by_cohort.setdefault(one, {})[rank] = stated
     raise ConfigError(_describe(by_cohort.values()))
 

@@ -16,30 +16,34 @@ from typing import Any
 
 from fp4_plugin.activation import Activation
 from fp4_plugin.errors import Fp4Error, MismatchError, NotRunYet
-from fp4_plugin.integrations.deepspeed.agreement import common_problem
+from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem
 from fp4_plugin.integrations.patching import require_parameters, require_symbols
 from fp4_plugin.telemetry.manifest import MANIFEST_NAME, write_manifest
 
-__all__ = ["attach"]
+__all__ = ["attach", "require_seams"]
 
 logger = logging.getLogger(__name__)
 
-_SEAMS = ("_take_model_step", "global_rank", "global_steps", "save_checkpoint")
+_SEAMS = (
+    *("_take_model_step", "save_checkpoint", "global_rank", "global_steps"),
+    *("autotp_size", "pipeline_parallelism", "zero_optimization_stage"),
+)
 
 
-def attach(engine: Any, activation: Activation) -> None:
-    """Make `engine.fp4` the activation, verify the first step, put the manifest in checkpoints.
-
-    Raises UnsupportedError that names the symbol where this DeepSpeed lacks one we rely on.
-    """
+def require_seams(engine: Any) -> None:
+    """Raise UnsupportedError that names the symbol where this DeepSpeed lacks one we rely on."""
     require_symbols(engine, _SEAMS)
     require_parameters(engine, "save_checkpoint", ["save_dir", "tag"])
+
+
+def attach(engine: Any, activation: Activation, groups: Groups = (None,)) -> None:
+    """Make `engine.fp4` the activation, verify the first step, put the manifest in checkpoints."""
     engine.fp4 = activation
-    _verify_after_first_step(engine, activation)
+    _verify_after_first_step(engine, activation, groups)
     _leave_manifest_in_checkpoints(engine, activation)
 
 
-def _verify_after_first_step(engine: Any, activation: Activation) -> None:
+def _verify_after_first_step(engine: Any, activation: Activation, groups: Groups) -> None:
     original = engine._take_model_step
 
     @functools.wraps(original)
@@ -47,15 +51,15 @@ def _verify_after_first_step(engine: Any, activation: Activation) -> None:
         # A step skipped for fp16 overflow ran its GEMMs all the same, and comes through here too.
         result = original(*args, **kwargs)
         del engine._take_model_step
-        _verify_on_all_ranks(activation)
+        _verify_on_all_ranks(activation, groups)
         return result
 
     engine._take_model_step = take_model_step
 
 
-def _verify_on_all_ranks(activation: Activation) -> None:
+def _verify_on_all_ranks(activation: Activation, groups: Groups) -> None:
     """Raise MismatchError on every rank, also where all is well, if it is not well somewhere."""
-    problem = common_problem(_complaint(activation))
+    problem = common_problem(_complaint(activation), groups)
     if problem is None:
         return
     message = f"the first step did not run as planned: {problem}"
@@ -65,16 +69,14 @@ def _verify_on_all_ranks(activation: Activation) -> None:
 
 
 def _complaint(activation: Activation) -> Fp4Error | None:
-    """What is wrong on this rank. A layer that no token reached (an expert, say) is only logged."""
+    """What is wrong on this rank. A layer without tokens (an expert, say) or gradient is logged."""
     try:
         unproven = activation.verify()
     except (MismatchError, NotRunYet) as error:
         return error
     if unproven:
-        names = ", ".join(report.name for report in unproven[:5])
-        logger.warning(
-            "fp4: no token reached %d layers in the first step: %s", len(unproven), names
-        )
+        shown = "; ".join(f"{report.name}: {report.reason}" for report in unproven[:5])
+        logger.warning("fp4: %d layers are unproven after the first step: %s", len(unproven), shown)
     return None
 
 

@@ -23,12 +23,14 @@ from fp4_plugin.activation import Activation, activate
 from fp4_plugin.config import Fp4Config, find_section, parse_section
 from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
 from fp4_plugin.integrations.deepspeed.agreement import (
+    Groups,
     common_problem,
     gather,
+    groups_of,
     require_agreement,
 )
 from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts, resolve_config
-from fp4_plugin.integrations.deepspeed.engine import attach
+from fp4_plugin.integrations.deepspeed.engine import attach, require_seams
 
 __all__ = ["initialize", "initialize_with_fp4"]
 
@@ -67,9 +69,10 @@ def initialize_with_fp4(
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     config = _fp4_config(resolve_config(arguments))
     result: tuple[Any, Any, Any, Any] = original(*args, **kwargs)
-    require_agreement({} if config is None else {"fp4": config.resolved()})
+    groups = groups_of(arguments.get("mpu"))
+    require_agreement({} if config is None else {"fp4": config.resolved()}, groups=groups)
     if config is not None and config.enabled:
-        attach(result[0], _convert_on_all_ranks(result[0], config))
+        attach(result[0], _convert_on_all_ranks(result[0], config, groups), groups)
     elif config is not None:
         _say('fp4: "enabled" is false: the model is left as it is')
     return result
@@ -86,7 +89,7 @@ def _fp4_config(ds_config: Mapping[str, Any] | None) -> Fp4Config | None:
     return config
 
 
-def _convert_on_all_ranks(engine: Any, config: Fp4Config) -> Activation:
+def _convert_on_all_ranks(engine: Any, config: Fp4Config, groups: Groups) -> Activation:
     """Convert `engine.module`; where one rank cannot, all raise the same error."""
     activation: Activation | None = None
     problem: Fp4Error | None = None
@@ -94,16 +97,21 @@ def _convert_on_all_ranks(engine: Any, config: Fp4Config) -> Activation:
         activation = _convert(engine, config)
     except Fp4Error as error:
         problem = error
-    problem = common_problem(problem)
+    except Exception as error:
+        # Whatever it is: the other ranks must not wait for this one.
+        problem = UnsupportedError(f"conversion failed with {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    problem = common_problem(problem, groups)
     if problem is not None:
         raise problem
     assert activation is not None
-    _compare_layers(engine, activation)
+    _compare_layers(engine, activation, groups)
     _say(activation.banner())
     return activation
 
 
 def _convert(engine: Any, config: Fp4Config) -> Activation:
+    require_seams(engine)
     options: dict[str, Any] = {}
     if engine.autotp_size() > 1:
         from fp4_plugin.integrations.deepspeed.tensor_parallel import fp4_forms
@@ -116,11 +124,11 @@ def _convert(engine: Any, config: Fp4Config) -> Activation:
     return activate(engine.module, config, keep_weight_codes=keep_weight_codes, **options)
 
 
-def _compare_layers(engine: Any, activation: Activation) -> None:
+def _compare_layers(engine: Any, activation: Activation, groups: Groups) -> None:
     """The ranks of a pipeline stage hold the same layers; all stages together hold at least one."""
     stage = engine.stage_id if engine.pipeline_parallelism else 0
-    require_agreement({"layers": dict.fromkeys(activation.runs, "fp4")}, cohort=stage)
-    num_layers = sum(gather(len(activation.runs)))
+    require_agreement({"layers": dict.fromkeys(activation.runs, "fp4")}, stage, groups)
+    num_layers = sum(gather(len(activation.runs), groups).values())
     asks_for_layers = activation.config.resolved()["linear"] is not None
     if num_layers == 0 and asks_for_layers and activation.config.on_mismatch == "error":
         raise ConfigError("no pipeline stage has a linear layer to convert")
