@@ -1,7 +1,7 @@
 """`fp4`: parses the command line, runs one sub-command, and turns our errors into one line.
 
 A sub-command module offers `add_parser(subparsers)`, which sets `func`: a function from the parsed
-arguments to an exit code. Modules import torch and frameworks inside the command that needs them.
+arguments to an exit code. Modules import frameworks inside the command that needs them.
 """
 
 from __future__ import annotations

@@ -25,6 +25,6 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code of the job. Raises Fp4Error on bad input."""
     options = options_from(arguments)
-    from fp4_plugin.pretrain.launch import start  # torch and DeepSpeed, which --help must not load
+    from fp4_plugin.pretrain.launch import start  # transformers, which --help must not load
 
     return start(options)

@@ -51,12 +51,23 @@ class RunFolder:
         return [self.path / f"report.{suffix}" for suffix in ("json", "csv", "md")]
 
     def prepare(self) -> None:
-        """Make the folder, and remove what an earlier run left, so that nothing stale passes."""
+        """Make the folder, and remove what an earlier run left, so that nothing stale passes.
+
+        Raises ConfigError if the folder holds such names and no run has left its mark there.
+        """
+        files = (self.losses, self.manifest, self.curves, *self.reports)
+        folders = (self.export, self.monitor)
+        foreign = [entry.name for entry in (*files, *folders) if entry.exists()]
+        if foreign and not (self.options.exists() or self.ds_config.exists()):
+            raise ConfigError(
+                f"--output {self.path}: holds {foreign}, which would be replaced, but nothing says "
+                "that fp4 pretrain made it; choose another folder"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for file in (self.ds_config, self.losses, self.manifest, self.curves, *self.reports):
+            for file in (self.ds_config, *files):
                 file.unlink(missing_ok=True)
-            for folder in (self.export, self.monitor):
+            for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             raise ConfigError(f"--output {self.path}: {error.strerror}") from error

@@ -57,10 +57,16 @@ class TextCorpus:
     files: tuple[Path, ...]
 
     def fingerprint(self) -> str:
-        """Changes whenever a file is added, removed or written; does not read the files."""
+        """Changes whenever a file is added, removed or written; does not read the files.
+
+        Raises DataError for a file that is not there.
+        """
         lines = [str(self.root.resolve())]
         for path in self.files:
-            status = path.stat()
+            try:
+                status = path.stat()
+            except OSError as error:  # a link to nowhere, or a file that has just gone
+                raise DataError(f"cannot read {path}: {error.strerror}") from error
             lines.append(f"{self._relative(path)} {status.st_size} {status.st_mtime_ns}")
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -123,10 +129,10 @@ def open_corpus(path: Path | None) -> TextCorpus:
     if path.is_file():
         return TextCorpus(str(path), path.parent, (path,))
     if not path.is_dir():
-        raise DataError(f"--data {path}: no such file or folder")
+        raise DataError(f"{path}: no such file or folder (--data, --eval-data)")
     files = tuple(_walk(path, skipped=set()))
     if not files:
-        raise DataError(f"--data {path}: the folder holds no files (hidden ones do not count)")
+        raise DataError(f"{path}: the folder holds no files (hidden ones do not count)")
     return TextCorpus(str(path), path, files)
 
 

@@ -188,12 +188,15 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def _complete_monitors(config: dict[str, Any], options: PretrainOptions) -> None:
-    """CSV always, TensorBoard on request; under the run's folder unless the JSON says where."""
-    wanted = {"csv_monitor": True, "tensorboard": options.tensorboard}
-    for section, is_wanted in wanted.items():
-        if is_wanted and section not in config:
-            folder = str(options.output / "monitor" / section)
-            config[section] = {"enabled": True, "output_path": folder, "job_name": "fp4"}
+    """CSV unless the JSON says no, TensorBoard on request; in the folder of the run by default."""
+    if options.tensorboard:
+        _section(config, "tensorboard")["enabled"] = True
+    config.setdefault("csv_monitor", {"enabled": True})
+    for name in ("csv_monitor", "tensorboard"):
+        if name in config:
+            monitor = _section(config, name)
+            monitor.setdefault("output_path", str(options.output / "monitor" / name))
+            monitor.setdefault("job_name", "fp4")
 
 
 def twin_config(config: dict[str, Any]) -> dict[str, Any]:

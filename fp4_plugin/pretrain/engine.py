@@ -135,8 +135,9 @@ def create_engine(
 
 def close_engine(engine: Any) -> None:
     """Free the engine's memory before the next one is made."""
+    from deepspeed.accelerator import get_accelerator
+
     engine.destroy()
     engine.module = None
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    get_accelerator().empty_cache()

@@ -51,7 +51,7 @@ def open_megatron(path: Path) -> np.ndarray:
     data_path, index_path = _pair(path)
     for part in (data_path, index_path):
         if not part.is_file():
-            raise DataError(f"--data {path}: {part} is missing (a Megatron corpus is .bin + .idx)")
+            raise DataError(f"{path}: {part} is missing (a Megatron corpus is .bin + .idx)")
     dtype, lengths = _read_index(index_path)
     expected_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     actual_bytes = data_path.stat().st_size

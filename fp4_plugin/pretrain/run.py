@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp4_plugin.activation import activation_of
+from fp4_plugin.activation import activation_of, assert_active
 from fp4_plugin.pretrain.artifacts import RunFolder
 from fp4_plugin.pretrain.curves import draw_curves
 from fp4_plugin.pretrain.deepspeed_config import twin_config
@@ -83,6 +83,8 @@ class _Run:
         self._is_converted = activation is not None
         if activation is not None and self._ranks.is_first:
             write_manifest(self._folder.manifest, activation.manifest())
+        if activation is not None and activation.config.on_mismatch == "error":
+            assert_active(engine)  # DeepSpeed's first step is verified, and so is the last one
         if self._job.options.export:
             self._export(engine)
         close_engine(engine)

@@ -57,6 +57,12 @@ def test_a_file_that_is_not_text_is_named(tmp_path, name):
         list(open_corpus(path).documents())
 
 
+def test_a_link_to_nowhere_is_named(tmp_path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
+        open_corpus(tmp_path).fingerprint()
+
+
 def test_line_ends_are_kept_as_they_are(tmp_path):
     path = tmp_path / "dos.txt"
     path.write_bytes(b"a\r\nb\n")

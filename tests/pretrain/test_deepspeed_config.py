@@ -58,6 +58,12 @@ def test_a_flag_beats_the_json_and_the_json_beats_the_preset(tmp_path):
     assert layout.global_batch == config["train_batch_size"] == 12
 
 
+def test_the_tensorboard_flag_beats_the_json_which_says_where(tmp_path):
+    stated = {"tensorboard": {"enabled": False, "output_path": "mine"}}
+    config, _ = _complete(tmp_path, stated, tensorboard=True)
+    assert config["tensorboard"] == {"enabled": True, "output_path": "mine", "job_name": "fp4"}
+
+
 def test_auto_counts_as_not_stated_where_we_have_a_value(tmp_path):
     stated = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from fp4_plugin.errors import MismatchError
+from fp4_plugin.errors import ConfigError, MismatchError
 from fp4_plugin.pretrain.artifacts import RunFolder
 from fp4_plugin.pretrain.curves import draw_curves
 from fp4_plugin.pretrain.report import Comparison, summarize, write_losses, write_report
@@ -79,8 +79,18 @@ def test_a_missing_artefact_is_named(tmp_path):
 
 def test_what_an_earlier_run_left_cannot_pass_for_this_one(tmp_path):
     folder = RunFolder(tmp_path)
-    for path in (folder.manifest, folder.losses, *folder.reports, tmp_path / "mine.txt"):
+    made = (folder.ds_config, folder.manifest, folder.losses, *folder.reports)
+    for path in (*made, tmp_path / "mine.txt"):
         path.write_text("old")
     folder.export.mkdir()
     folder.prepare()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_that_no_run_made_keeps_what_it_holds(tmp_path):
+    thesis = tmp_path / "export" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds \['export'\]"):
+        RunFolder(tmp_path).prepare()
+    assert thesis.read_text() == "mine"
