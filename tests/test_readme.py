@@ -36,6 +36,12 @@ def test_the_json_of_the_readme_is_a_valid_configuration():
     assert parse_section(section).recipe == "paper"
 
 
+def test_what_the_readme_links_to_exists():
+    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
+    root = Path(__file__).parent.parent
+    assert [link for link in links if not (root / link).exists()] == []
+
+
 def test_the_commands_of_the_readme_exist():
     commands = re.findall(r"^fp4 ([a-z]+)", "\n".join(_blocks("bash")), flags=re.MULTILINE)
     assert len(commands) >= 5
