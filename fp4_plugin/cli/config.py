@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def read_section(path: Path) -> Mapping[str, Any]:
     """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude FP4."""
     from fp4_plugin.config import find_section, json_schema
-    from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts
+    from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
 
-    content = _load(path)
+    content = read_config(path)
     is_section = bool(content.keys() & json_schema()["properties"].keys())
     section = content if is_section and "fp4" not in content else find_section(content)
     if section is not None:
@@ -62,42 +62,6 @@ def read_section(path: Path) -> Mapping[str, Any]:
             f'{path}: a DeepSpeed configuration without an "fp4" section trains in high precision; '
             'add  "fp4": {"recipe": "paper"}'
         )
-    return content
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    content = _parse(path, text)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _parse(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        plain_error = error
-    # DeepSpeed reads its file with hjson, which knows comments and trailing commas.
-    try:
-        import hjson
-    except ModuleNotFoundError:
-        raise ConfigError(f"{path} is not JSON: {plain_error}") from plain_error
-    try:
-        return hjson.loads(text, object_pairs_hook=_unique_keys)
-    except hjson.HjsonDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {plain_error}") from error
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        raise ConfigError(f"keys given twice in one JSON object: {repeated}")
     return content
 
 

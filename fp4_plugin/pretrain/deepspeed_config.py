@@ -9,16 +9,15 @@ elsewhere.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp4_plugin.errors import ConfigError
+from fp4_plugin.integrations.deepspeed.ds_config import read_config
 from fp4_plugin.pretrain.options import PretrainOptions
 from fp4_plugin.pretrain.presets import ModelPreset
 
-__all__ = ["BatchLayout", "built_in_config", "complete_config", "read_config", "twin_config"]
+__all__ = ["BatchLayout", "built_in_config", "complete_config", "twin_config"]
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -45,28 +44,6 @@ def built_in_config() -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "fp4": {"recipe": "paper"},
     }
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, duplicate keys refused. Raises ConfigError."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        found = type(config).__name__
-        raise ConfigError(f"--config {path}: a JSON object is needed, found {found}")
-    return config
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ConfigError(f"the DeepSpeed JSON states {repeated} more than once in one object")
-    return dict(pairs)
 
 
 def complete_config(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fp4_plugin.errors import ConfigError
 
-__all__ = ["CONFLICTS", "refuse_conflicts", "resolve_config"]
+__all__ = ["CONFLICTS", "read_config", "refuse_conflicts", "resolve_config"]
 
 # Dotted key of a DeepSpeed setting -> why it cannot be honoured together with the "fp4" section.
 CONFLICTS: dict[str, str] = {
@@ -35,6 +37,47 @@ CONFLICTS: dict[str, str] = {
         "it moves the column-parallel GEMMs into DeepSpeed's own backward, where no FP4 code runs"
     ),
 }
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in the file `path`: JSON, or with comments (HJSON) as DeepSpeed reads it.
+
+    Raises ConfigError for a file that cannot be read or parsed, that holds something else than an
+    object, or that gives a key twice in one object.
+    """
+    try:
+        content = _parse(path, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is no UTF-8 text ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _parse(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        plain_error = error
+    try:
+        import hjson
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path} is not JSON: {plain_error}") from plain_error
+    try:
+        return hjson.loads(text, object_pairs_hook=_unique_keys)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {plain_error}") from error
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        raise ConfigError(f"keys given twice in one JSON object: {repeated}")
+    return content
 
 
 def resolve_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
