@@ -77,6 +77,13 @@ class PretrainOptions:
         if self.steps is not None and self.tokens is not None:
             raise ConfigError("--steps and --tokens both give the length of the run; choose one")
 
+    @property
+    def inputs(self) -> list[Path]:
+        """The files and folders that the run reads."""
+        tokenizer = Path(self.tokenizer) if self.tokenizer else None
+        given = (self.config, self.data, self.eval_data, tokenizer)
+        return [path for path in given if path is not None]
+
     def to_json(self) -> str:
         """For a worker process; `from_json` reads it back to an equal object."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
