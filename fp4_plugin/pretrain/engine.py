@@ -130,7 +130,27 @@ def create_engine(
         config=ds_config,
         lr_scheduler=None if "scheduler" in ds_config else schedule.scheduler(),
     )
+    _share_timeout()
     return engine
+
+
+def _share_timeout() -> None:
+    """Give every process group the timeout of the default one.
+
+    DeepSpeed reduces gradients in groups of its own, which it makes with torch's timeout: a rank
+    that hangs would hold up the others for half an hour whatever was asked for. torch has no public
+    way to ask for the groups or to change them; without the private one they keep that half hour.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        default = c10d._get_default_group()
+        device = default._device_types[0]
+        timeout = default._get_backend(device).options._timeout
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timeout, group)
+    except (AttributeError, IndexError) as error:
+        logger.warning("--timeout-minutes does not reach DeepSpeed's own groups (%s)", error)
 
 
 def close_engine(engine: Any) -> None:
