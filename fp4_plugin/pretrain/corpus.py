@@ -102,7 +102,7 @@ def _read_text(path: Path) -> str:
 
 def _text_field(line: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
     if not isinstance(record, dict) or "text" not in record:
@@ -110,7 +110,12 @@ def _text_field(line: str, where: str) -> str:
         raise DataError(f"{where}: no 'text' field (found {keys}); each line needs one")
     if not isinstance(record["text"], str):
         raise DataError(f"{where}: 'text' is {type(record['text']).__name__}, not a string")
-    return record["text"]
+    text: str = record["text"]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can escape half a character: "\ud800"
+        raise DataError(f"{where}: 'text' is not Unicode text ({error.reason})") from error
+    return text
 
 
 def open_corpus(path: Path | None) -> TextCorpus:

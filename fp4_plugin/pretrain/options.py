@@ -6,6 +6,7 @@ None means "not given": the DeepSpeed JSON decides, then the model preset.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ class PretrainOptions:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(f"--seed {self.seed}: must be from 0 to {(1 << 32) - 1}")
         if self.steps is not None and self.tokens is not None:
