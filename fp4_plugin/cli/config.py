@@ -71,8 +71,9 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     content = _parse(path, text)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    if not isinstance(content, dict) or not text.strip():
+        found = type(content).__name__ if text.strip() else "an empty file"
+        raise ConfigError(f"{path}: expected a JSON object, got {found}")
     return content
 
 
@@ -169,12 +170,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _which_rules(config: Fp4Config, name: str) -> str:
-    rules = config.matching_rules(name)
+    rules = config.numbered_rules(name)
     if not rules:
         return "no rule of layers matches"
-    return "matched by " + ", ".join(
-        f"layers[{config.layers.index(rule)}] ({rule['match']})" for rule in rules
-    )
+    return "matched by " + ", ".join(f"layers[{index}] ({rule['match']})" for index, rule in rules)
 
 
 def _leaves(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp4_plugin.errors import Fp4Error, UnsupportedError
+from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
 from fp4_plugin.pretrain.model import build_model, decay_groups
 from fp4_plugin.pretrain.schedule import WarmupCosine
 
@@ -119,17 +119,26 @@ def _skip_shared_memory_op() -> None:
 def create_engine(
     model_config: Any, ds_config: dict[str, Any], schedule: WarmupCosine, seed: int
 ) -> Any:
-    """A DeepSpeed engine around a new model; a `scheduler` in the JSON replaces `schedule`."""
+    """A DeepSpeed engine around a new model; a `scheduler` in the JSON replaces `schedule`.
+
+    Raises ConfigError for a configuration that DeepSpeed refuses.
+    """
     import deepspeed
 
     torch.manual_seed(seed)
-    model = build_model(model_config, ds_config, seed)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=decay_groups(model),
-        config=ds_config,
-        lr_scheduler=None if "scheduler" in ds_config else schedule.scheduler(),
-    )
+    try:
+        model = build_model(model_config, ds_config, seed)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=decay_groups(model),
+            config=ds_config,
+            lr_scheduler=None if "scheduler" in ds_config else schedule.scheduler(),
+        )
+    except Fp4Error:
+        raise
+    except (AssertionError, ValueError) as error:  # its ways to say that a value is wrong
+        logger.debug("the traceback of DeepSpeed's error", exc_info=True)
+        raise ConfigError(f"DeepSpeed refuses this configuration: {error!r}") from error
     _share_timeout()
     return engine
 
