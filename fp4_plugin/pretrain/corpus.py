@@ -118,20 +118,21 @@ def _text_field(line: str, where: str) -> str:
     return text
 
 
-def open_corpus(path: Path | None) -> TextCorpus:
+def open_corpus(path: Path | None, flag: str = "--data") -> TextCorpus:
     """The corpus at `path` (a text file, a .jsonl file, a folder of both), or the default one.
 
-    Raises DataError if nothing is there. Files are opened only when their documents are read.
+    Raises DataError, which names `flag`, if nothing is there. Files are opened only when their
+    documents are read.
     """
     if path is None:
         return standard_library()
     if path.is_file():
         return TextCorpus(str(path), path.parent, (path,))
     if not path.is_dir():
-        raise DataError(f"--data {path}: no such file or folder")
+        raise DataError(f"{flag} {path}: no such file or folder")
     files = tuple(_walk(path, skipped=set()))
     if not files:
-        raise DataError(f"--data {path}: the folder holds no files (hidden ones do not count)")
+        raise DataError(f"{flag} {path}: the folder holds no files (hidden ones do not count)")
     return TextCorpus(str(path), path, files)
 
 
