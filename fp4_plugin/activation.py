@@ -154,18 +154,19 @@ def activate(
     if runs:
         model.register_forward_pre_hook(forget_shared_input)
         model.register_forward_hook(forget_shared_input)
+        _keep_off_fused_path(model)
     activation = Activation(model, config, plan, runs)
     _activations[model] = activation
     return activation
 
 
 def activation_of(model_or_engine: Any) -> Activation | None:
-    """The activation of a model, or of what an engine or wrapper holds as `.module`."""
+    """The activation of a model, or of what an engine, wrapper or `torch.compile` made of it."""
     seen: Any = model_or_engine
     while seen is not None:
         if isinstance(seen, nn.Module) and seen in _activations:
             return _activations[seen]
-        seen = getattr(seen, "module", None)
+        seen = getattr(seen, "_orig_mod", None) or getattr(seen, "module", None)
     return None
 
 
@@ -187,14 +188,38 @@ def assert_active(model_or_engine: Any) -> None:
     """
     activation = activation_of(model_or_engine)
     if activation is None:
-        raise MismatchError(
-            f"{type(model_or_engine).__name__} was not converted: it runs in high precision. Is "
-            'the "fp4" section in the configuration, and fp4_plugin imported before the engine '
-            "was made?"
-        )
+        raise MismatchError(_why_unknown(model_or_engine))
     unproven = activation.verify()
     if unproven:
         raise NotRunYet(f"{len(unproven)} FP4 layers are not proven yet: {_enumerate(unproven)}")
+
+
+def _keep_off_fused_path(model: nn.Module) -> None:
+    """In evaluation torch's encoder layers hand their weights to one fused high-precision kernel.
+
+    They do not where a hook is attached, unless the encoder makes nested tensors of its input.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.register_forward_pre_hook(forget_shared_input)
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _why_unknown(model_or_engine: Any) -> str:
+    kind = type(model_or_engine).__name__
+    modules = model_or_engine.modules() if isinstance(model_or_engine, nn.Module) else ()
+    num_layers = sum(isinstance(getattr(module, "fp4", None), LayerRun) for module in modules)
+    if num_layers:
+        return (
+            f"{kind} holds {num_layers} FP4 layers, but there is no plan to compare them with: it "
+            "is a copy of the model that was converted (deepcopy, pickle), holds it, or is a part "
+            "of it. Ask for the model that was converted itself, or convert the copy as well"
+        )
+    return (
+        f'{kind} was not converted: it runs in high precision. Is the "fp4" section in the '
+        "configuration, and fp4_plugin imported before the engine was made?"
+    )
 
 
 def _enumerate(reports: list[LayerReport], most: int = 5) -> str:

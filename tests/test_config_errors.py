@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4_plugin.config import json_schema, parse_section
+from fp4_plugin.config import find_section, json_schema, parse_section
 from fp4_plugin.errors import ConfigError
 from tests.config_sections import CONTRADICTIONS, INVALID, RECIPE_NAMES, VALID
 
@@ -158,6 +158,45 @@ def test_a_rule_can_switch_its_layers_off_as_the_section_can() -> None:
     else:
         assert SCHEMA.is_valid(section)
         assert config.linear_spec("a.q") is None
+
+
+@pytest.mark.parametrize(
+    "key", ["FP4", "fp_4", "fp44", "f4p", "fp4_plugin", "fp4_config", "FP4-Training", "nvfp4"]
+)
+def test_a_key_that_would_be_ignored_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="looks like 'fp4'"):
+        find_section({"bf16": {"enabled": True}, key: {"recipe": "paper"}})
+
+
+@pytest.mark.parametrize("key", ["fp16", "bf16", "fp8", "fp6", "train_batch_size", "f"])
+def test_keys_of_deepspeed_are_no_near_misses(key: str) -> None:
+    assert find_section({key: {}}) is None
+
+
+def test_a_whole_configuration_is_told_from_the_section() -> None:
+    with pytest.raises(ConfigError, match='pass what is under "fp4"'):
+        parse_section({"bf16": {"enabled": True}, "fp4": {"recipe": "paper"}})
+
+
+def test_an_unknown_format_lists_exactly_what_is_allowed() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_section({"linear": {"weight": {"format": "e2m2"}}})
+    assert "['e2m1', 'e1m2', 'e3m0', 'e4m3', 'e5m2', 'bf16']" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"linear": {"weight": None}}, "fp4.linear.weight: expected an object; got null"),
+        ({"enabled": "yes"}, 'fp4.enabled: expected true or false; got "yes"'),
+        ({"layers": {}}, "fp4.layers: expected a list; got {}"),
+        ({"recipe": None}, "fp4.recipe: expected a string; got null"),
+    ],
+)
+def test_a_wrong_type_is_told_in_terms_of_json(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_section(section)
+    assert str(error.value) == message
 
 
 def test_several_mistakes_are_all_named_in_one_error() -> None:

@@ -133,12 +133,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _which_rules(config: Fp4Config, name: str) -> str:
-    rules = config.matching_rules(name)
+    rules = config.numbered_rules(name)
     if not rules:
         return "no rule of layers matches"
-    return "matched by " + ", ".join(
-        f"layers[{config.layers.index(rule)}] ({rule['match']})" for rule in rules
-    )
+    return "matched by " + ", ".join(f"layers[{index}] ({rule['match']})" for index, rule in rules)
 
 
 def _leaves(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

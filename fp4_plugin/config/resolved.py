@@ -52,7 +52,12 @@ class Fp4Config:
 
     def matching_rules(self, name: str) -> list[dict[str, Any]]:
         """The rules that apply to `name`, in order of application."""
-        return [rule for rule in self.layers if fnmatch.fnmatchcase(name, rule["match"])]
+        return [rule for _, rule in self.numbered_rules(name)]
+
+    def numbered_rules(self, name: str) -> list[tuple[int, dict[str, Any]]]:
+        """`matching_rules` with their places in `layers`."""
+        rules = enumerate(self.layers)
+        return [(i, rule) for i, rule in rules if fnmatch.fnmatchcase(name, rule["match"])]
 
     def resolved(self) -> dict[str, Any]:
         """The section with every default filled in, as plain JSON values."""
@@ -76,11 +81,13 @@ class Fp4Config:
         origin = "section" if has_path(self._section, keys) else f"recipe {self.recipe}"
         if keys[0] in ("enabled", "recipe", "layers", "on_mismatch") and origin != "section":
             origin = "default"
-        for rule in self.matching_rules(name) if name is not None else []:
-            if "recipe" in rule and keys[0] == "linear":
-                origin = f"layers[{self.layers.index(rule)}] recipe {rule['recipe']}"
+        if name is None or keys[0] != "linear":
+            return origin
+        for index, rule in self.numbered_rules(name):
+            if "recipe" in rule:
+                origin = f"layers[{index}] recipe {rule['recipe']}"
             elif has_path(rule, keys):
-                origin = f"layers[{self.layers.index(rule)}]"
+                origin = f"layers[{index}]"
         return origin
 
     def _check_rule(self, index: int, rule: Mapping[str, Any]) -> None:

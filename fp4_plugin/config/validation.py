@@ -24,8 +24,8 @@ T = TypeVar("T")
 def find_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The "fp4" section of a DeepSpeed configuration, or None.
 
-    DeepSpeed accepts unknown sections without a word, so a key that nearly reads "fp4" would
-    train in BF16: such keys raise ConfigError.
+    DeepSpeed accepts unknown sections without a word, so a key that nearly reads "fp4", or holds
+    it ("fp4_plugin"), would train in BF16: such keys raise ConfigError.
     """
     for key in ds_config:
         if isinstance(key, str) and key != SECTION and _is_near_miss(key):
@@ -49,8 +49,8 @@ def _require_object(section: Any) -> None:
 
 def _is_near_miss(key: str) -> bool:
     plain = re.sub(r"[^a-z0-9]", "", key.lower())
-    # No section of DeepSpeed's begins like ours: "fp4_config" is meant to be it.
-    return plain.startswith(SECTION) or (
+    # DeepSpeed has no such name, so "fp4_config" and "nvfp4" are meant for us.
+    return SECTION in plain or (
         "4" in plain
         and len(plain) <= len(SECTION) + 1
         and nearest_name(plain, [SECTION]) is not None
@@ -60,6 +60,11 @@ def _is_near_miss(key: str) -> bool:
 def validate_section(section: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that were given, checked; ConfigError otherwise."""
     _require_object(section)
+    if SECTION in section:
+        raise ConfigError(
+            f"{SECTION}.{SECTION}: this is a configuration that holds the section, not the section "
+            f'itself; pass what is under "{SECTION}"'
+        )
     _refuse_auto(section, SECTION)
     try:
         model = SectionModel.model_validate(dict(section))
@@ -96,12 +101,26 @@ def _describe(error: Any) -> str:
         guess = nearest_name(str(error["loc"][-1]), allowed)
         hint = f"; did you mean {guess!r}?" if guess else ""
         return f"{path}: unknown key (value {error['input']!r}); allowed are {allowed}{hint}"
-    message = error["msg"][0].lower() + error["msg"][1:]
+    message = _EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         guess = nearest_name(error["input"], choices)
         message += f"; did you mean {guess!r}?" if guess else ""
-    return f"{path}: {message}; got {error['input']!r}"
+    return f"{path}: {message}; got {_as_json(error['input'])}"
+
+
+# What pydantic says in terms of Python, in terms of JSON.
+_EXPECTED = {
+    "bool_type": "expected true or false",
+    "dict_type": "expected an object",
+    "list_type": "expected a list",
+    "model_type": "expected an object",
+    "string_type": "expected a string",
+}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=repr)
 
 
 def _allowed_keys(loc: tuple[str | int, ...]) -> list[str]:
@@ -123,8 +142,14 @@ def _check_names(given: Mapping[str, Any], path: str) -> None:
         _look_up(RECIPES, given["recipe"], f"{path}.recipe")
     for operand in ("weight", "input", "grad_output"):
         name = linear.get(operand, {}).get("format", UNQUANTIZED)
-        if name != UNQUANTIZED:
-            _look_up(FORMATS, name, f"{path}.linear.{operand}.format")
+        if name != UNQUANTIZED and name not in FORMATS:
+            allowed = [*(n for n in FORMATS.names() if FORMATS[n].signed), UNQUANTIZED]
+            guess = nearest_name(name, allowed)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            raise ConfigError(
+                f"{path}.linear.{operand}.format: unknown number format {name!r}: allowed are "
+                f"{allowed}{hint}"
+            )
     estimator = linear.get("weight", {}).get("estimator")
     if estimator is not None and "name" in estimator:
         build_estimator(estimator, f"{path}.linear.weight.estimator")

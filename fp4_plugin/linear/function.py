@@ -23,6 +23,7 @@ input itself is not kept, and the slope's argument is recomputed from the weight
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,15 +83,22 @@ def fp4_linear(
     they are stored in. Raises RuntimeError if shapes or (without autocast) dtypes do not fit.
     """
     device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
+    has_autocast = torch.amp.is_autocast_available(device_type)  # not on "meta"
+    autocast = has_autocast and torch.is_autocast_enabled(device_type)
     _check_operands(x, weight, run.name, autocast=autocast)
     output_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-    with torch.autocast(device_type, enabled=False):
+    with _without_autocast(device_type):
         with torch.no_grad():
             quantized = shared_quantized_input(x, run.spec)
         rows = as_rows(x)
         output: torch.Tensor = _FP4Linear.apply(rows, weight, bias, quantized, run, output_dtype)
     return output.view(*x.shape[:-1], weight.shape[0])
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _check_operands(x: torch.Tensor, weight: torch.Tensor, name: str, *, autocast: bool) -> None:
@@ -136,7 +144,7 @@ class _FP4Linear(torch.autograd.Function):
         saved = _restore(ctx)
         run: LayerRun = ctx.run
         grad_input = grad_weight = grad_bias = None
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with _without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
                 with run.record.gemm("dgrad"):
                     grad_input = _dgrad(grad_output, saved, run.spec).to(ctx.input_dtype)

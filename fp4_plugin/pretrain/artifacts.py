@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp4_plugin.errors import ConfigError, MismatchError
+from fp4_plugin.pretrain.options import PretrainOptions
 from fp4_plugin.telemetry.manifest import MANIFEST_NAME
 
 __all__ = ["RunFolder"]
@@ -50,27 +53,51 @@ class RunFolder:
     def reports(self) -> list[Path]:
         return [self.path / f"report.{suffix}" for suffix in ("json", "csv", "md")]
 
-    def prepare(self) -> None:
+    def prepare(self, inputs: Iterable[Path] = ()) -> None:
         """Make the folder, and remove what an earlier run left, so that nothing stale passes.
 
-        Raises ConfigError if the folder holds such names and no run has left its mark there.
+        Raises ConfigError, before anything is removed, if one of `inputs` would go with it, or if
+        there are files of these names in a folder that no run of ours has left.
         """
-        files = (self.losses, self.manifest, self.curves, *self.reports)
-        folders = (self.export, self.monitor)
-        foreign = [entry.name for entry in (*files, *folders) if entry.exists()]
-        if foreign and not (self.options.exists() or self.ds_config.exists()):
+        found = [path for path in self._left_by_a_run() if path.exists()]
+        lost = [str(path) for path in inputs if _is_inside(path, found)]
+        if lost:
             raise ConfigError(
-                f"--output {self.path}: holds {foreign}, which would be replaced, but nothing says "
-                "that fp4 pretrain made it; choose another folder"
+                f"--output {self.path}: the run reads {', '.join(lost)}, which it would replace; "
+                "copy it elsewhere, or choose another folder"
             )
-        try:
+        if found and not (self.options.is_file() or self.manifest.is_file()):
+            names = ", ".join(path.name for path in found)
+            raise ConfigError(
+                f"--output {self.path}: {names} would be replaced, and no run of fp4 pretrain "
+                "has left it there; choose another folder"
+            )
+        with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            for file in (self.ds_config, *files):
-                file.unlink(missing_ok=True)
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            for path in found:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def write_options(self, options: PretrainOptions) -> None:
+        """For the ranks, and as the sign by which `prepare` knows a folder of ours."""
+        with self.writing():
+            self.options.write_text(options.to_json() + "\n", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside the block, a full or read-only disk is a ConfigError, not a traceback."""
+        try:
+            yield
+        except ConnectionError:
+            raise  # a broken pipe or a lost peer, no matter of this folder
         except OSError as error:
-            raise ConfigError(f"--output {self.path}: {error.strerror}") from error
+            raise ConfigError(f"--output {self.path}: {error.strerror or error}") from error
+
+    def _left_by_a_run(self) -> list[Path]:
+        files = [self.ds_config, self.losses, self.manifest, self.curves, *self.reports]
+        return [*files, self.export, self.monitor]
 
     def require(self, *, manifest: bool, twin: bool, export: bool) -> None:
         """Raise MismatchError that names every expected file that is missing or empty."""
@@ -82,3 +109,8 @@ class RunFolder:
             missing.append(str(self.export / "*.safetensors"))
         if missing:
             raise MismatchError(f"the run ended without {', '.join(missing)}")
+
+
+def _is_inside(path: Path, folders: Iterable[Path]) -> bool:
+    """Whether `path` is one of `folders` (or files), or lies in one."""
+    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)

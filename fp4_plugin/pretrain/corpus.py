@@ -108,7 +108,7 @@ def _read_text(path: Path) -> str:
 
 def _text_field(line: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
     if not isinstance(record, dict) or "text" not in record:
@@ -116,23 +116,29 @@ def _text_field(line: str, where: str) -> str:
         raise DataError(f"{where}: no 'text' field (found {keys}); each line needs one")
     if not isinstance(record["text"], str):
         raise DataError(f"{where}: 'text' is {type(record['text']).__name__}, not a string")
-    return record["text"]
+    text: str = record["text"]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can escape half a character: "\ud800"
+        raise DataError(f"{where}: 'text' is not Unicode text ({error.reason})") from error
+    return text
 
 
-def open_corpus(path: Path | None) -> TextCorpus:
+def open_corpus(path: Path | None, flag: str = "--data") -> TextCorpus:
     """The corpus at `path` (a text file, a .jsonl file, a folder of both), or the default one.
 
-    Raises DataError if nothing is there. Files are opened only when their documents are read.
+    Raises DataError, which names `flag`, if nothing is there. Files are opened only when their
+    documents are read.
     """
     if path is None:
         return standard_library()
     if path.is_file():
         return TextCorpus(str(path), path.parent, (path,))
     if not path.is_dir():
-        raise DataError(f"{path}: no such file or folder (--data, --eval-data)")
+        raise DataError(f"{flag} {path}: no such file or folder")
     files = tuple(_walk(path, skipped=set()))
     if not files:
-        raise DataError(f"{path}: the folder holds no files (hidden ones do not count)")
+        raise DataError(f"{flag} {path}: the folder holds no files (hidden ones do not count)")
     return TextCorpus(str(path), path, files)
 
 

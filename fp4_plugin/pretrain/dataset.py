@@ -116,15 +116,16 @@ def _token_streams(
     source: DataSource, tokenizer: Tokenizer, vocab_size: int, path: Path | None, *, split: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """(train, held out) tokens at `path`; the second is empty without `split`."""
+    flag = "--data" if path is source.train else "--eval-data"
     if path is not None and is_megatron_prefix(path):
-        tokens = open_megatron(path)
+        tokens = open_megatron(path, flag)
         return tokens, tokens[:0]
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model only "
             f"{vocab_size}; pass --vocab-size {tokenizer.vocab_size} or another --tokenizer"
         )
-    cached = cached_tokens(open_corpus(path), tokenizer, source.cache_dir, split=split)
+    cached = cached_tokens(open_corpus(path, flag), tokenizer, source.cache_dir, split=split)
     if len(cached.train) + len(cached.held_out) == 0:
         raise DataError(f"{path} holds no text")
     return cached.train, cached.held_out

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp4_plugin.errors import Fp4Error, UnsupportedError
+from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
 from fp4_plugin.pretrain.model import build_model, decay_groups
 from fp4_plugin.pretrain.schedule import WarmupCosine
 
@@ -119,18 +119,47 @@ def _skip_shared_memory_op() -> None:
 def create_engine(
     model_config: Any, ds_config: dict[str, Any], schedule: WarmupCosine, seed: int
 ) -> Any:
-    """A DeepSpeed engine around a new model; a `scheduler` in the JSON replaces `schedule`."""
+    """A DeepSpeed engine around a new model; a `scheduler` in the JSON replaces `schedule`.
+
+    Raises ConfigError for a configuration that DeepSpeed refuses.
+    """
     import deepspeed
 
     torch.manual_seed(seed)
-    model = build_model(model_config, ds_config, seed)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=decay_groups(model),
-        config=ds_config,
-        lr_scheduler=None if "scheduler" in ds_config else schedule.scheduler(),
-    )
+    try:
+        model = build_model(model_config, ds_config, seed)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=decay_groups(model),
+            config=ds_config,
+            lr_scheduler=None if "scheduler" in ds_config else schedule.scheduler(),
+        )
+    except Fp4Error:
+        raise
+    except (AssertionError, ValueError) as error:  # its ways to say that a value is wrong
+        logger.debug("the traceback of DeepSpeed's error", exc_info=True)
+        raise ConfigError(f"DeepSpeed refuses this configuration: {error!r}") from error
+    _share_timeout()
     return engine
+
+
+def _share_timeout() -> None:
+    """Give every process group the timeout of the default one.
+
+    DeepSpeed reduces gradients in groups of its own, which it makes with torch's timeout: a rank
+    that hangs would hold up the others for half an hour whatever was asked for. torch has no public
+    way to ask for the groups or to change them; without the private one they keep that half hour.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        default = c10d._get_default_group()
+        device = default._device_types[0]
+        timeout = default._get_backend(device).options._timeout
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timeout, group)
+    except (AttributeError, IndexError) as error:
+        logger.warning("--timeout-minutes does not reach DeepSpeed's own groups (%s)", error)
 
 
 def close_engine(engine: Any) -> None:

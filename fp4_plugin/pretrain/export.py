@@ -46,8 +46,12 @@ def gather_weights(engine: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 def export_model(
     folder: Path, model_config: Any, weights: dict[str, torch.Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Write the folder aside and rename it, so that a half-written export is never found."""
+    """Write the folder aside and rename it, so that a half-written export is never found.
+
+    Raises OSError if it cannot be written.
+    """
     import transformers
+    from safetensors import SafetensorError
 
     aside = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -57,7 +61,10 @@ def export_model(
     model.config.eos_token_id = backend.eos_token_id
     model.generation_config.eos_token_id = backend.eos_token_id
     transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(aside, state_dict=dict(weights))  # it empties the dict it is given
+    try:
+        model.save_pretrained(aside, state_dict=dict(weights))  # it empties the dict it is given
+    except SafetensorError as error:
+        raise OSError(str(error)) from error  # a full disk, above all
     backend.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)

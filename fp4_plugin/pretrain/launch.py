@@ -40,8 +40,8 @@ def start(options: PretrainOptions) -> int:
     nproc = _num_processes(options.nproc)
     prepare_job(options, nproc)  # what is wrong with it shows here, once, before any rank starts
     folder = RunFolder(options.output)
-    folder.prepare()
-    folder.options.write_text(options.to_json() + "\n", encoding="utf-8")
+    folder.prepare(options.inputs)
+    folder.write_options(options)
     return _launch(folder.options, nproc)
 
 

@@ -43,7 +43,7 @@ def is_megatron_prefix(path: Path) -> bool:
     return not path.exists() and any(part.exists() for part in _pair(path))
 
 
-def open_megatron(path: Path) -> np.ndarray:
+def open_megatron(path: Path, flag: str = "--data") -> np.ndarray:
     """The tokens of the pair that `path` names: a read-only memory map, one dimension.
 
     Raises DataError for a missing half, a foreign or truncated index, or a .bin of another size.
@@ -51,7 +51,7 @@ def open_megatron(path: Path) -> np.ndarray:
     data_path, index_path = _pair(path)
     for part in (data_path, index_path):
         if not part.is_file():
-            raise DataError(f"{path}: {part} is missing (a Megatron corpus is .bin + .idx)")
+            raise DataError(f"{flag} {path}: {part} is missing (a Megatron corpus is .bin + .idx)")
     dtype, lengths = _read_index(index_path)
     expected_bytes = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     actual_bytes = data_path.stat().st_size

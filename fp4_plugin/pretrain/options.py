@@ -6,6 +6,7 @@ None means "not given": the DeepSpeed JSON decides, then the model preset.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,19 @@ class PretrainOptions:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(f"--seed {self.seed}: must be from 0 to {(1 << 32) - 1}")
         if self.steps is not None and self.tokens is not None:
             raise ConfigError("--steps and --tokens both give the length of the run; choose one")
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The files and folders that the run reads."""
+        tokenizer = Path(self.tokenizer) if self.tokenizer else None
+        given = (self.config, self.data, self.eval_data, tokenizer)
+        return [path for path in given if path is not None]
 
     def to_json(self) -> str:
         """For a worker process; `from_json` reads it back to an equal object."""

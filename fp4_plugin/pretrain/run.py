@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from importlib import metadata
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fp4_plugin.activation import activation_of, assert_active
+from fp4_plugin.activation import Activation, activation_of, assert_active
+from fp4_plugin.errors import ConfigError
 from fp4_plugin.pretrain.artifacts import RunFolder
 from fp4_plugin.pretrain.curves import draw_curves
 from fp4_plugin.pretrain.deepspeed_config import twin_config
@@ -50,8 +52,10 @@ def run_rank(options: PretrainOptions) -> None:
         run.main()
         if options.twin:
             run.twin()
-    finally:
-        run.save_losses()
+    except BaseException:
+        with contextlib.suppress(ConfigError):  # what ended the run is the error to show
+            run.save_losses()
+        raise
     run.finish()
     torch.distributed.destroy_process_group()
 
@@ -71,9 +75,11 @@ class _Run:
         self._ranks.on_first(self._open_folder)
 
     def _open_folder(self) -> None:
-        self._folder.prepare()
+        self._folder.prepare(self._job.options.inputs)
+        self._folder.write_options(self._job.options)
         text = json.dumps(self._job.shape.ds_config, indent=1)
-        self._folder.ds_config.write_text(text + "\n", encoding="utf-8")
+        with self._folder.writing():
+            self._folder.ds_config.write_text(text + "\n", encoding="utf-8")
         print("\n".join(self._banner()), flush=True)
 
     def main(self) -> None:
@@ -81,13 +87,17 @@ class _Run:
         engine = self._train(self._job.shape.label, self._job.shape.ds_config)
         activation = activation_of(engine)
         self._is_converted = activation is not None
-        if activation is not None and self._ranks.is_first:
-            write_manifest(self._folder.manifest, activation.manifest())
+        if activation is not None:
+            self._ranks.on_first(lambda: self._write_manifest(activation))
         if activation is not None and activation.config.on_mismatch == "error":
             assert_active(engine)  # DeepSpeed's first step is verified, and so is the last one
         if self._job.options.export:
             self._export(engine)
         close_engine(engine)
+
+    def _write_manifest(self, activation: Activation) -> None:
+        with self._folder.writing():
+            write_manifest(self._folder.manifest, activation.manifest())
 
     def twin(self) -> None:
         """The same seed and batches in plain BF16, in the same processes."""
@@ -104,7 +114,8 @@ class _Run:
         trainer = Trainer(engine, job.plan, self._ranks, progress)
         self._histories.append((label, trainer.history))
         try:
-            trainer.run()
+            with self._folder.writing():  # DeepSpeed's monitors
+                trainer.run()
         finally:
             progress.close()
         return engine
@@ -122,7 +133,8 @@ class _Run:
 
     def _write_export(self, expected: ExportCheck) -> None:
         folder, shape = self._folder.export, self._job.shape
-        export_model(folder, shape.model_config, expected.weights, self._job.tokenizer)
+        with self._folder.writing():
+            export_model(folder, shape.model_config, expected.weights, self._job.tokenizer)
         plain_loss = check_export(folder, expected)
         self._export_losses = {"as_trained": expected.trained_loss, "plain": plain_loss}
         print(
@@ -133,19 +145,22 @@ class _Run:
 
     def save_losses(self) -> None:
         if self._ranks.is_first:
-            write_losses(self._folder.losses, self._histories)
+            with self._folder.writing():
+                write_losses(self._folder.losses, self._histories)
 
     def finish(self) -> None:
-        """Write the report, print its table, and check that nothing is missing."""
+        """Write losses and report, print its table, and check that nothing is missing."""
+        self._ranks.on_first(self.save_losses)
         self._ranks.on_first(self._report)
 
     def _report(self) -> None:
         options, folder = self._job.options, self._folder
         summaries = [summarize(label, history) for label, history in self._histories]
         comparison = Comparison(summaries[0], summaries[1] if options.twin else None)
-        write_report(folder.path, comparison, self._facts())
-        if options.twin:
-            draw_curves(folder.curves, self._histories)
+        with folder.writing():
+            write_report(folder.path, comparison, self._facts())
+            if options.twin:
+                draw_curves(folder.curves, self._histories)
         folder.require(manifest=self._is_converted, twin=options.twin, export=options.export)
         is_short = self._job.plan.total_steps < SHORT_RUN_STEPS
         note = f"\n{SHORT_RUN_NOTE}\n" if options.twin and is_short else ""

@@ -3,7 +3,7 @@
 Counts come from the calls themselves (linear/record.py), not from the plan. A layer is
 
     active    every GEMM it should have run was counted
-    unproven  no token has reached it yet, or tokens have and no gradient, while others had theirs
+    unproven  no token has reached it yet, or tokens have in training and no gradient
     lost      the module that was converted is no longer in the model: somebody replaced it
 """
 
@@ -57,8 +57,9 @@ def _report(name: str, module: nn.Module | None, run: LayerRun, has_backward: bo
         return LayerReport(name, "lost", f"the converted linear was replaced by {kind}")
     if run.record.tokens == 0:
         return LayerReport(name, "unproven", "no token has reached this layer")
-    missing = [g for g in ("dgrad", "wgrad") if run.record.expects(g) and has_backward]
-    if missing:
+    missing = [g for g in ("dgrad", "wgrad") if run.record.expects(g)]
+    # An evaluation has no backward; a training step is not over before it.
+    if missing and module is not None and (has_backward or module.training):
         reason = f"no gradient has reached this layer: {' and '.join(missing)} did not run"
         return LayerReport(name, "unproven", reason)
     return LayerReport(name, "active")

@@ -190,3 +190,19 @@ def test_explain_of_a_layer_without_rule_says_so(capsys):
     path = str(ROOT / "configs/deepspeed/zero2.json")
     assert main(["config", "explain", path, "--layer", "lm"]) == 0
     assert "no rule of layers matches" in capsys.readouterr().out
+
+
+def test_explain_tells_equal_rules_apart_and_rules_from_the_recipe(write, capsys):
+    rules = [{"match": "a*", "recipe": "w4a8"}, {"match": "*", "recipe": "fp8"}]
+    path = write({"fp4": {"layers": [*rules, rules[0]]}})
+    assert main(["config", "explain", path, "--layer", "ab"]) == 0
+    output = capsys.readouterr().out
+    assert "matched by layers[0] (a*), layers[1] (*), layers[2] (a*)" in output
+    origins = {line.split()[0]: line.split(maxsplit=2)[2] for line in output.splitlines()[2:]}
+    assert origins["recipe"] == "default"
+    assert origins["linear.input.format"] == "layers[2] recipe w4a8"
+
+
+def test_an_empty_file_is_no_section(write, capsys):
+    assert main(["config", "validate", write("\n")]) == 2
+    assert "an empty file" in capsys.readouterr().err

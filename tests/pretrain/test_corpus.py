@@ -40,6 +40,8 @@ def test_a_jsonl_file_is_one_document_per_line(tmp_path):
         ('["text"]', "no 'text' field (found list)"),
         ('{"text": 3}', "'text' is int, not a string"),
         ('{"text": ', "not JSON"),
+        ('{"text": "a"', "not JSON (Expecting ',' delimiter, column 13)"),
+        ('{"text": "\\ud800"}', "'text' is not Unicode text (surrogates not allowed)"),
     ],
 )
 def test_a_bad_jsonl_line_is_named_by_file_and_line(tmp_path, line, complaint):

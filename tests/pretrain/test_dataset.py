@@ -80,3 +80,12 @@ def test_a_megatron_pair_of_another_vocabulary_is_refused_at_the_start(tmp_path,
     data_file, _ = write_pair(tmp_path / "corpus", [[5] * 50 + [token] + [5] * 50], np.int32)
     with pytest.raises(DataError, match=rf"holds token id {token}, but the model has 320 ids"):
         _load(tmp_path, data_file)
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent.bin"])
+def test_what_is_missing_is_named_with_its_flag(tmp_path, name):
+    text = _text(tmp_path / "a.txt", "x" * 99)
+    with pytest.raises(DataError, match=f"^--data .*{name}"):
+        _load(tmp_path, tmp_path / name)
+    with pytest.raises(DataError, match=f"^--eval-data .*{name}"):
+        _load(tmp_path, text, tmp_path / name)

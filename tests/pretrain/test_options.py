@@ -39,6 +39,13 @@ def test_a_count_that_is_not_positive_is_refused(flag, value):
         _parse(flag, value)
 
 
+@pytest.mark.parametrize("flag", ["--lr", "--timeout-minutes"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_refused(flag, value):
+    with pytest.raises(ConfigError, match=f"{flag} .*finite"):
+        _parse(f"{flag}={value}")
+
+
 def test_two_lengths_of_the_run_are_refused():
     with pytest.raises(ConfigError, match="choose one"):
         _parse("--steps", "1", "--tokens", "2")

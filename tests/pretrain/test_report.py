@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 
 import pytest
 
@@ -79,18 +81,36 @@ def test_a_missing_artefact_is_named(tmp_path):
 
 def test_what_an_earlier_run_left_cannot_pass_for_this_one(tmp_path):
     folder = RunFolder(tmp_path)
-    made = (folder.ds_config, folder.manifest, folder.losses, *folder.reports)
-    for path in (*made, tmp_path / "mine.txt"):
+    for path in (folder.manifest, folder.losses, *folder.reports, tmp_path / "mine.txt"):
         path.write_text("old")
     folder.export.mkdir()
     folder.prepare()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_that_no_run_made_keeps_what_it_holds(tmp_path):
-    thesis = tmp_path / "export" / "thesis.tex"
-    thesis.parent.mkdir()
-    thesis.write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds \['export'\]"):
-        RunFolder(tmp_path).prepare()
-    assert thesis.read_text() == "mine"
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.ds_config.write_text("{}")
+    folder.export.mkdir()
+    (folder.export / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"ds_config\.json, export would be replaced"):
+        folder.prepare()
+    assert folder.ds_config.is_file() and (folder.export / "mine.txt").is_file()
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", "export", "export/tokenizer.json"])
+def test_what_the_run_reads_is_not_removed_first(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    folder.export.mkdir()
+    for path in (folder.options, folder.ds_config, folder.export / "tokenizer.json"):
+        path.write_text("{}")
+    with pytest.raises(ConfigError, match="copy it elsewhere"):
+        folder.prepare([tmp_path / name])
+    folder.prepare([tmp_path / "another.json"])
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+
+
+def test_a_full_disk_is_an_error_with_the_name_of_the_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"--output .*: No space left on device"):
+        with RunFolder(tmp_path).writing():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -46,13 +46,15 @@ def read_config(path: Path) -> dict[str, Any]:
     object, or that gives a key twice in one object.
     """
     try:
-        content = _parse(path, path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        content = _parse(path, text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: it is no UTF-8 text ({error})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    if not isinstance(content, dict) or not text.strip():
+        found = type(content).__name__ if text.strip() else "an empty file"
+        raise ConfigError(f"{path}: expected a JSON object, got {found}")
     return content
 
 
