@@ -25,7 +25,7 @@ from fp4_plugin.linear.convert import (
     plan_model,
 )
 from fp4_plugin.linear.function import LayerRun
-from fp4_plugin.linear.shared_input import forget_shared_input
+from fp4_plugin.linear.shared_input import forget_shared_input, share_inputs_within
 from fp4_plugin.recipes import RECIPE_NOTES
 from fp4_plugin.telemetry.manifest import LayerReport, build_manifest, report_layers
 
@@ -152,8 +152,7 @@ def activate(
         logger.warning("fp4: %s", message)
     runs = apply_plan(model, plan, keep_weight_codes=keep_weight_codes, forms=forms)
     if runs:
-        model.register_forward_pre_hook(forget_shared_input)
-        model.register_forward_hook(forget_shared_input)
+        share_inputs_within(model)
         _keep_off_fused_path(model)
     activation = Activation(model, config, plan, runs)
     _activations[model] = activation

@@ -140,8 +140,8 @@ class _FP4Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        forget_shared_input()
         saved = _restore(ctx)
+        forget_shared_input()  # restoring may have recomputed a checkpointed part of the model
         run: LayerRun = ctx.run
         grad_input = grad_weight = grad_bias = None
         with _without_autocast(grad_output.device.type):

@@ -1,15 +1,14 @@
 """Linears that read the same tensor (q, k and v; gate and up) share one quantised input.
 
-The last quantised input of each thread is remembered with what identifies its source: storage,
-view and version counter. A hit needs the source's storage to be alive, so an address that was
-freed and used again cannot match, and `_version` tells of in-place writes in between. Identity of
-the tensor object is no criterion: ZeRO-3 hands every module its own alias of the same storage.
+Within a forward of a converted model, and within backward (which may recompute parts of it), the
+last quantised input of each thread is remembered with what identifies its source: storage, view
+and version counter. A hit needs the source's storage to be alive, so an address that was freed and
+used again cannot match, and `_version` tells of in-place writes in between. Identity of the tensor
+object is no criterion: ZeRO-3 hands every module its own alias of the same storage.
 
-Writes through `.data` and those of collectives (a receive buffer) leave `_version` as it is, so a
-converted model forgets whenever its forward begins or ends, and every FP4 layer when its backward
-begins: on CUDA autograd recomputes checkpointed layers in a thread of its own, which the hooks of
-the model do not reach. So nothing is kept alive between steps either. A lone FP4Linear without
-gradients that is fed from such a buffer needs `forget_shared_input` after each write.
+Writes through `.data`, numpy and collectives (a receive buffer) leave `_version` as it is. So
+nothing is remembered beyond one forward or into the backward of the next layer, and a layer that
+is called by itself shares nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +17,24 @@ import threading
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4_plugin.linear.operand import QuantizedInput, as_rows, quantize_input
 from fp4_plugin.linear.spec import LinearSpec
 
-__all__ = ["forget_shared_input", "shared_quantized_input"]
+__all__ = ["forget_shared_input", "share_inputs_within", "shared_quantized_input"]
 
-_remembered = threading.local()
+
+class _Remembered(threading.local):
+    """depth: forwards of converted models that this thread is inside of."""
+
+    depth = 0
+    last: tuple[_Source, QuantizedInput] | None = None
+
+
+_remembered = _Remembered()
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,10 @@ def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     rows = as_rows(x)
     # Inference tensors have no version counter to rely on. An input that stays as it is holds x
     # itself, and the graph behind it: there is nothing to share, and much to keep alive.
-    if x.is_inference() or spec.input.format is None:
+    if x.is_inference() or spec.input.format is None or not _is_sharing():
         return quantize_input(rows, spec)
     source = _describe(x, spec)
-    last: tuple[_Source, QuantizedInput] | None = getattr(_remembered, "last", None)
+    last = _remembered.last
     if last is not None and _is_same(last[0], source):
         return last[1]
     quantized = quantize_input(rows, spec)
@@ -51,9 +60,33 @@ def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
     return quantized
 
 
+def share_inputs_within(model: nn.Module) -> None:
+    """Let the FP4 layers that run inside a forward of `model` share quantised inputs."""
+    model.register_forward_pre_hook(_enter)
+    model.register_forward_hook(_leave, always_call=True)
+
+
 def forget_shared_input(*_: object) -> None:
     """Drop what this thread remembers; as a module hook it takes, and ignores, its arguments."""
     _remembered.last = None
+
+
+# Dynamo must run these, not trace them: what they change is no state of the model.
+@_disable_dynamo
+def _enter(*_: object) -> None:
+    _remembered.depth += 1
+    _remembered.last = None
+
+
+@_disable_dynamo
+def _leave(*_: object) -> None:
+    _remembered.depth = max(0, _remembered.depth - 1)
+    _remembered.last = None
+
+
+def _is_sharing() -> bool:
+    # The id of the running backward, -1 outside of one.
+    return _remembered.depth > 0 or torch._C._current_graph_task_id() != -1
 
 
 def _describe(x: torch.Tensor, spec: LinearSpec) -> _Source:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4_plugin import convert_to_fp4
 from fp4_plugin.linear.operand import QuantizedInput
+from fp4_plugin.linear.shared_input import share_inputs_within
 from tests.linear.layers import backward_bytes, gaussian, make_layer, make_section, outlier_channels
 from tests.tolerances import BACKWARD_BYTES_PER_ELEMENT
 
@@ -72,6 +73,7 @@ class Branches(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        share_inputs_within(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
@@ -182,3 +184,23 @@ def test_a_layer_that_is_recomputed_in_another_thread_sees_a_buffer_written_in_b
     thread.start()
     thread.join()
     assert not torch.equal(*seen)
+
+
+def test_a_layer_called_by_itself_sees_a_buffer_that_was_written_behind_autograds_back() -> None:
+    layer, buffer = make_layer(512, 32, make_section()), outlier_channels(16, 512)
+    with torch.no_grad():
+        first = layer(buffer)
+        buffer.numpy()[:] *= -3.0
+        assert not torch.equal(layer(buffer), first)
+
+
+def test_an_error_in_forward_ends_the_sharing() -> None:
+    branches = Branches(make_layer(512, 32, make_section()), nn.Linear(7, 7))
+    with pytest.raises(RuntimeError):
+        branches(outlier_channels(16, 512))
+    assert quantized_inputs() == []
+    layer, buffer = branches.layers[0], outlier_channels(16, 512)
+    with torch.no_grad():
+        first = layer(buffer)
+        buffer.data.mul_(-3.0)
+        assert not torch.equal(layer(buffer), first)
