@@ -27,10 +27,11 @@ DGE's slope) are part of every study.
 
 ABLATION_EPILOG = """\
 examples:
-  fp4 bench ablation                             the whole study: 36 runs, about an hour of one core
+  fp4 bench ablation                             the whole study: 36 runs, 20 minutes of one core
   fp4 bench ablation --arms paper w4a4_tensor    the controls and two arms
   fp4 bench ablation --steps 10 --seeds 0 --learning-rates 4e-3 --arms paper
                                                  a try-out; the report names what it cannot say
+  fp4 bench ablation --learning-rates 5e-4       no sweep: does a gap survive a lower rate?
   fp4 bench ablation --preset tiny --data notes/ --steps 1000 --jobs 32
 
 arms:
@@ -45,7 +46,8 @@ A study that was stopped goes on where it was: a run is made again only if a set
 package's version or torch's has changed (after editing code, use another --output). A loss that is
 not finite is reported as diverged.
 
-Read results with care: a loss below BF16 in a short run is an artefact, not a win.
+Read results with care: a loss below BF16 in a short run is an artefact, not a win; at a lower
+learning rate it goes away (docs/ablation.md has the numbers).
 """
 
 

@@ -2,7 +2,7 @@
 
 presets, model       what is trained
 corpus, megatron_index, tokenizer, token_cache, dataset, sample_order
-                     text to batches: deterministic, memory-mapped, resumable by step number
+                     text to batches: deterministic and memory-mapped; the position follows from the step
 options, arguments, deepspeed_config, job
                      what the user asked for, made explicit and checked before anything starts
 launch, worker, run  the ranks and what each does

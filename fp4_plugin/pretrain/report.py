@@ -102,7 +102,7 @@ def _ratio(row: dict[str, str | float | int]) -> str:
 
 
 def write_losses(path: Path, histories: Sequence[tuple[str, History]]) -> None:
-    """One line per step and run: run, step, loss, lr, seconds."""
+    """One line per step and run: run, step, loss, lr, seconds; an old file is replaced whole."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["run", "step", "loss", "lr", "seconds"])
@@ -110,7 +110,9 @@ def write_losses(path: Path, histories: Sequence[tuple[str, History]]) -> None:
         for record in history.steps:
             numbers = (f"{record.loss:.6f}", f"{record.lr:.6e}", f"{record.seconds:.4f}")
             writer.writerow([label, record.step, *numbers])
-    path.write_text(buffer.getvalue(), encoding="utf-8")
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(buffer.getvalue(), encoding="utf-8")
+    aside.replace(path)
 
 
 def write_report(folder: Path, comparison: Comparison, facts: dict[str, object]) -> None:

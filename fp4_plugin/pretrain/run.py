@@ -97,7 +97,9 @@ class _Run:
 
     def _write_manifest(self, activation: Activation) -> None:
         with self._folder.writing():
-            write_manifest(self._folder.manifest, activation.manifest())
+            stage = self._job.shape.ds_config.get("zero_optimization", {}).get("stage", 0)
+            facts = {"world_size": self._ranks.world_size, "zero_stage": stage}
+            write_manifest(self._folder.manifest, activation.manifest(**facts))
 
     def twin(self) -> None:
         """The same seed and batches in plain BF16, in the same processes."""
@@ -115,10 +117,16 @@ class _Run:
         self._histories.append((label, trainer.history))
         try:
             with self._folder.writing():  # DeepSpeed's monitors
-                trainer.run()
+                trainer.run(after_step=self._keep_losses)
         finally:
             progress.close()
         return engine
+
+    def _keep_losses(self) -> None:
+        """Now and then, so that a run that is killed leaves its losses too."""
+        _, history = self._histories[-1]
+        if len(history.steps) % self._job.options.log_interval == 0:
+            self.save_losses()
 
     def _export(self, engine: Any) -> None:
         data = self._job.plan.data.held_out

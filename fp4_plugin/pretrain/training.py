@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,7 @@ class Trainer:
             layout.micro_batch, layout.grad_accum, layout.world_size, ranks.rank
         )
 
-    def run(self) -> None:
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
         """All steps and the evaluations. Raises DivergenceError on a loss that is not finite."""
         for step in range(self._plan.total_steps):
             started, lr = time.perf_counter(), self._engine.get_lr()[0]
@@ -96,6 +97,7 @@ class Trainer:
             if not math.isfinite(loss):
                 raise DivergenceError(f"the training loss is {loss} at step {step + 1}; stopping")
             self._check_skipped(step)
+            after_step()
             if self._evaluates_after(step):
                 self._record_held_out()
 

@@ -47,9 +47,10 @@ def test_pairs_are_named_in_plain_words(report):
 
 
 def test_a_loss_below_bf16_is_called_an_artefact_and_never_a_win(report):
-    (slope, paper) = report.artefact_lines()
+    (slope, paper, advice) = report.artefact_lines()
     assert slope.startswith("bf16_dge_slope ends 0.0500 nats below BF16 (and it quantises nothing)")
     assert paper.startswith("paper ends 0.0533 nats below BF16: no win, but the artefact")
+    assert "repeat at a quarter" in advice
     assert "better" not in report.text()
 
 

@@ -135,7 +135,7 @@ class Report:
         return f"{arm}: {'; '.join(parts)}"
 
     def artefact_lines(self) -> list[str]:
-        """A loss below BF16 is never a win; say so wherever one occurs."""
+        """A loss below BF16 is never a win: say so where it occurs, and how to find out more."""
         lines = []
         for arm in self._arms:
             difference = self.difference(arm)
@@ -146,6 +146,8 @@ class Report:
                 f"{arm} ends {-difference.mean:.4f} nats below BF16{nothing}: no win, but the "
                 "artefact of short, small-batch training"
             )
+        if lines:
+            lines.append("gaps below BF16 change with the learning rate: repeat at a quarter of it")
         return lines
 
     def limit_lines(self) -> list[str]:

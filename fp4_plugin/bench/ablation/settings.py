@@ -55,7 +55,7 @@ class StudyOptions:
     arms: tuple[str, ...] = DEFAULT_ARMS
     seeds: tuple[int, ...] = (0, 1, 2)
     learning_rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
-    steps: int = 200
+    steps: int = 100
     batch_sequences: int = 16
     held_out_sequences: int = 256
     preset: str | None = None
