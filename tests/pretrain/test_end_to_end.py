@@ -124,4 +124,4 @@ def test_bad_input_is_one_line_without_traceback(folder):
     result = _pretrain("--data", str(folder / "absent"), "--output", str(folder / "bad"))
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line == f"fp4: error: {folder}/absent: no such file or folder (--data, --eval-data)"
+    assert line == f"fp4: error: --data {folder}/absent: no such file or folder"
