@@ -217,12 +217,24 @@ def _call(file: str, name: str, arguments: str, folder: str) -> None:
 
 
 def _leave() -> None:
-    """Meet the other ranks before closing, so that none sees a vanished peer."""
+    """End the process once every rank has finished, without tearing gloo down.
+
+    gloo's teardown aborts a process now and then when a peer has closed its sockets first. The
+    result is on disk by now, so nothing is left to tear down for. The ranks meet at the store, and
+    rank 0, which hosts it, leaves last.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        store = dist.distributed_c10d._get_default_store()
+        num_left = store.add("left", 1)
+        while dist.get_rank() == 0 and num_left < dist.get_world_size():
+            time.sleep(0.01)
+            num_left = store.add("left", 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

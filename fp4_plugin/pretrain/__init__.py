@@ -2,7 +2,7 @@
 
 presets, model       what is trained
 corpus, megatron_index, tokenizer, token_cache, dataset, sample_order
-                     text to batches: deterministic and memory-mapped; the position follows from the step
+                     text to batches: deterministic, memory-mapped, placed by the step number
 options, arguments, deepspeed_config, job
                      what the user asked for, made explicit and checked before anything starts
 launch, worker, run  the ranks and what each does

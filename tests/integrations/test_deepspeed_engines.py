@@ -184,7 +184,9 @@ class _Records(logging.Handler):
 
 def _checkpoint(folder, stage):
     """Save after two steps, go on; load into a new engine, go on: the same."""
-    first = Trainer(ds_config(stage, PAPER))
+    logs = Path(folder) / "logs"
+    csv_monitor = {"enabled": True, "output_path": str(logs), "job_name": "job"}
+    first = Trainer(ds_config(stage, PAPER, csv_monitor=csv_monitor))
     parameters = [id(p) for p in first.engine.module.parameters()]
     first.train(2)
     first.engine.save_checkpoint(folder)
@@ -199,6 +201,7 @@ def _checkpoint(folder, stage):
         "continued": continued,
         "resumed": resumed,
         "same parameters": parameters == [id(p) for p in first.engine.module.parameters()],
+        "manifest beside logs": json.loads((logs / "job" / "fp4_manifest.json").read_text()),
         "manifests": [json.loads(path.read_text()) for path in manifests if path.exists()],
     }
 
@@ -323,6 +326,8 @@ def test_a_checkpoint_resumes_bit_for_bit_and_carries_the_manifest(results, stag
         checkpoint = one[f"checkpoint {stage}"]
         assert checkpoint["resumed"] == checkpoint["continued"]
         assert checkpoint["same parameters"]
+        first_step = checkpoint["manifest beside logs"]["summary"]["gemm_calls"]
+        assert set(first_step.values()) == {DECODER_LINEARS}
         assert len(checkpoint["manifests"]) == 2
         for manifest in checkpoint["manifests"]:
             assert manifest["summary"]["linears_converted"] == DECODER_LINEARS

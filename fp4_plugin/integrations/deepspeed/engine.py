@@ -2,8 +2,8 @@
 
 Two methods are wrapped, on this engine object only, so that two engines in one process may differ:
 `_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come down to,
-until the first step has been verified; and `save_checkpoint`, to leave the manifest in the
-checkpoint's folder.
+until the first step has been verified and its manifest left beside the logs; and `save_checkpoint`,
+to leave the manifest in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 _SEAMS = (
     *("_take_model_step", "save_checkpoint", "global_rank", "global_steps"),
     *("autotp_size", "pipeline_parallelism", "zero_optimization_stage"),
+    "_config",
 )
+# Sections of the DeepSpeed JSON that name a folder for logs.
+_FILE_MONITORS = ("csv_monitor", "tensorboard")
 
 
 def require_seams(engine: Any) -> None:
@@ -51,6 +54,7 @@ def _verify_after_first_step(engine: Any, activation: Activation, groups: Groups
         # A step skipped for fp16 overflow ran its GEMMs all the same, and comes through here too.
         result = original(*args, **kwargs)
         del engine._take_model_step
+        _leave_manifest_beside_logs(engine, activation)
         _verify_on_all_ranks(activation, groups)
         return result
 
@@ -78,6 +82,21 @@ def _complaint(activation: Activation) -> Fp4Error | None:
         shown = "; ".join(f"{report.name}: {report.reason}" for report in unproven[:5])
         logger.warning("fp4: %d layers are unproven after the first step: %s", len(unproven), shown)
     return None
+
+
+def _leave_manifest_beside_logs(engine: Any, activation: Activation) -> None:
+    """What the first step ran, in the folder of each file monitor that the JSON switches on."""
+    if engine.global_rank != 0:
+        return
+    for name in _FILE_MONITORS:
+        monitor = getattr(engine._config.monitor_config, name, None)
+        if monitor is None or not monitor.enabled or not monitor.output_path:
+            continue
+        path = Path(monitor.output_path) / monitor.job_name / MANIFEST_NAME
+        try:
+            write_manifest(path, activation.manifest(**_facts(engine)))
+        except OSError as error:
+            logger.warning("fp4: cannot write %s: %s", path, error.strerror)
 
 
 def _leave_manifest_in_checkpoints(engine: Any, activation: Activation) -> None:
