@@ -9,31 +9,18 @@ elsewhere.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.integrations.deepspeed.ds_config import read_config
 from fp4_plugin.pretrain.options import PretrainOptions
 from fp4_plugin.pretrain.presets import ModelPreset
+from fp4_plugin.pretrain.sample_order import BatchLayout
 
-__all__ = ["BatchLayout", "built_in_config", "complete_config", "twin_config"]
+__all__ = ["built_in_config", "complete_config", "twin_config"]
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """Sequences per optimiser step = micro_batch * grad_accum * world_size."""
-
-    micro_batch: int
-    grad_accum: int
-    world_size: int
-
-    @property
-    def global_batch(self) -> int:
-        return self.micro_batch * self.grad_accum * self.world_size
 
 
 def built_in_config() -> dict[str, Any]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp4_plugin.pretrain.deepspeed_config import BatchLayout
 from fp4_plugin.pretrain.model import meta_model
+from fp4_plugin.pretrain.sample_order import BatchLayout
 
 __all__ = ["DryRun", "dry_run"]
 

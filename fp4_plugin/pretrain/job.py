@@ -9,10 +9,11 @@ from typing import Any
 from fp4_plugin.config import find_section, parse_section
 from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts
 from fp4_plugin.pretrain.dataset import DataSource, load_training_data
-from fp4_plugin.pretrain.deepspeed_config import BatchLayout, complete_config
+from fp4_plugin.pretrain.deepspeed_config import complete_config
 from fp4_plugin.pretrain.dry_run import DryRun, dry_run
 from fp4_plugin.pretrain.options import PretrainOptions
 from fp4_plugin.pretrain.presets import PRESETS
+from fp4_plugin.pretrain.sample_order import BatchLayout
 from fp4_plugin.pretrain.schedule import WarmupCosine
 from fp4_plugin.pretrain.token_cache import default_cache_dir
 from fp4_plugin.pretrain.tokenizer import Tokenizer, load_tokenizer

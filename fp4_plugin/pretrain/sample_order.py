@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["BatchSlicer", "SampleOrder"]
+__all__ = ["BatchLayout", "SampleOrder"]
 
 # Four multiples of 2^64 / golden ratio: far apart whatever the key.
 ROUND_KEYS = tuple(np.uint64(i * 0x9E3779B97F4A7C15 % (1 << 64)) for i in range(4))
@@ -55,24 +55,23 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class BatchSlicer:
-    """Cuts the samples of each optimiser step into one slice per rank and micro step.
+class BatchLayout:
+    """Sequences per optimiser step = micro_batch * grad_accum * world_size = B.
 
-    Step s holds samples s * B .. (s + 1) * B - 1 with B = micro_batch * grad_accum * world_size,
-    so the samples of a step are the same for every layout with the same B.
+    Step s holds samples s * B .. (s + 1) * B - 1, cut into one slice per rank and micro step, so
+    the samples of a step are the same for every layout with the same B.
     """
 
     micro_batch: int
     grad_accum: int
     world_size: int
-    rank: int
 
     @property
     def global_batch(self) -> int:
         return self.micro_batch * self.grad_accum * self.world_size
 
-    def samples(self, step: int, micro_step: int) -> np.ndarray:
-        """Global sample numbers of this rank: (micro_batch,) int64."""
-        slot = micro_step * self.world_size + self.rank
+    def samples(self, step: int, micro_step: int, rank: int) -> np.ndarray:
+        """Global sample numbers of one rank: (micro_batch,) int64."""
+        slot = micro_step * self.world_size + rank
         start = step * self.global_batch + slot * self.micro_batch
         return np.arange(start, start + self.micro_batch, dtype=np.int64)

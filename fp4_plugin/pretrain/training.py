@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from fp4_plugin.errors import Fp4Error
 from fp4_plugin.pretrain.dataset import TrainingData
-from fp4_plugin.pretrain.deepspeed_config import BatchLayout
 from fp4_plugin.pretrain.engine import Ranks
 from fp4_plugin.pretrain.progress import Progress
-from fp4_plugin.pretrain.sample_order import BatchSlicer, SampleOrder
+from fp4_plugin.pretrain.sample_order import BatchLayout, SampleOrder
 
 __all__ = ["DivergenceError", "History", "StepRecord", "Trainer", "TrainingPlan", "sequence_losses"]
 
@@ -73,7 +72,6 @@ class Trainer:
     """Runs `plan` on a DeepSpeed `engine`; every rank calls the same methods in the same order."""
 
     def __init__(self, engine: Any, plan: TrainingPlan, ranks: Ranks, progress: Progress) -> None:
-        layout = plan.layout
         self.history = History()
         self._engine = engine
         self._plan = plan
@@ -81,9 +79,6 @@ class Trainer:
         self._progress = progress
         self._skipped_in_a_row = 0
         self._order = SampleOrder(len(plan.data.train), plan.seed)
-        self._slicer = BatchSlicer(
-            layout.micro_batch, layout.grad_accum, layout.world_size, ranks.rank
-        )
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
         """All steps and the evaluations. Raises DivergenceError on a loss that is not finite."""
@@ -104,15 +99,16 @@ class Trainer:
     def _optimizer_step(self, step: int) -> float:
         """All micro steps of one optimiser step; their loss averaged over them and the ranks."""
         total = torch.zeros((), device=self._ranks.device)
-        for micro_step in range(self._slicer.grad_accum):
+        for micro_step in range(self._plan.layout.grad_accum):
             loss = sequence_losses(self._engine, self._batch(step, micro_step)).mean()
             self._engine.backward(loss)
             self._engine.step()
             total += loss.detach()
-        return float(self._ranks.mean(total / self._slicer.grad_accum))
+        return float(self._ranks.mean(total / self._plan.layout.grad_accum))
 
     def _batch(self, step: int, micro_step: int) -> torch.Tensor:
-        indices = self._order.sequences(self._slicer.samples(step, micro_step))
+        samples = self._plan.layout.samples(step, micro_step, self._ranks.rank)
+        indices = self._order.sequences(samples)
         return self._plan.data.train.read(indices).to(self._ranks.device)
 
     def _check_skipped(self, step: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4_plugin.pretrain.sample_order import BatchSlicer, SampleOrder
+from fp4_plugin.pretrain.sample_order import BatchLayout, SampleOrder
 
 
 @settings(deadline=None)
@@ -65,11 +65,11 @@ def test_the_order_never_changes_between_versions():
 )
 def test_a_step_holds_the_same_samples_for_every_layout(layout, step):
     micro_batch, grad_accum, world_size = layout
-    slicers = [BatchSlicer(micro_batch, grad_accum, world_size, rank) for rank in range(world_size)]
+    cut = BatchLayout(micro_batch, grad_accum, world_size)
     samples = [
         sample
-        for slicer in slicers
+        for rank in range(world_size)
         for micro_step in range(grad_accum)
-        for sample in slicer.samples(step, micro_step)
+        for sample in cut.samples(step, micro_step, rank)
     ]
     assert sorted(samples) == list(range(step * 8, step * 8 + 8))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fp4_plugin.pretrain.dataset import TokenSequences, TrainingData
-from fp4_plugin.pretrain.deepspeed_config import BatchLayout
 from fp4_plugin.pretrain.engine import Ranks
 from fp4_plugin.pretrain.progress import Progress
+from fp4_plugin.pretrain.sample_order import BatchLayout
 from fp4_plugin.pretrain.training import (
     MAX_SKIPPED_STEPS,
     MAX_SKIPPED_STEPS_FP16,

@@ -32,7 +32,7 @@ from fp4_plugin.linear.operand import scaled_weight
 from fp4_plugin.pretrain.dataset import TokenSequences, TrainingData
 from fp4_plugin.pretrain.model import decay_groups
 from fp4_plugin.pretrain.presets import ModelPreset
-from fp4_plugin.pretrain.sample_order import BatchSlicer, SampleOrder
+from fp4_plugin.pretrain.sample_order import BatchLayout, SampleOrder
 from fp4_plugin.pretrain.schedule import WarmupCosine
 from fp4_plugin.pretrain.training import sequence_losses
 
@@ -146,10 +146,10 @@ def train(settings: RunSettings, data: TrainingData) -> RunResult:
 def _losses(replica: _Replica, settings: RunSettings, data: TokenSequences) -> list[float]:
     """The training losses up to the last step, or up to the first that is not finite."""
     order = SampleOrder(len(data), settings.seed)
-    slicer = BatchSlicer(settings.batch_sequences, grad_accum=1, world_size=1, rank=0)
+    layout = BatchLayout(settings.batch_sequences, grad_accum=1, world_size=1)
     losses: list[float] = []
     for step in range(settings.steps):
-        loss = replica.step(data.read(order.sequences(slicer.samples(step, 0))))
+        loss = replica.step(data.read(order.sequences(layout.samples(step, 0, rank=0))))
         if not math.isfinite(loss):
             break
         losses.append(loss)
