@@ -52,8 +52,8 @@ class DGE:
         return float(self.max_slope * knee + 1 - knee ** (1 / self.k))
 
     def slope(self, x_scaled: torch.Tensor, fmt: MiniFloat) -> torch.Tensor:
-        """x_scaled: any shape, float32 -> slope, same shape, float32."""
-        magnitude = x_scaled.abs()
+        """x_scaled: any shape, any float (computed in float32) -> slope, same shape, float32."""
+        magnitude = x_scaled.to(torch.float32).abs()
         binade = (magnitude.view(torch.int32) & _FLOAT32_EXPONENT_MASK).view(torch.float32)
         spacing = binade.clamp_(min=fmt.min_normal).mul_(2.0**-fmt.mantissa_bits)
         # All exact in float32: spacing is a power of two and the rest are differences.

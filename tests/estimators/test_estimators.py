@@ -162,3 +162,11 @@ def test_the_names_of_the_contract_are_registered() -> None:
     assert ESTIMATORS["ste"] is STE
     with pytest.raises(ConfigError, match="dgee.*did you mean 'dge'"):
         ESTIMATORS["dgee"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_dge_takes_any_float_and_computes_in_float32(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, 0.25, -1.75, 5.5, 6.0], dtype=dtype)
+    slope = DGE().slope(x, E2M1)
+    assert slope.dtype == torch.float32
+    assert torch.equal(slope, DGE().slope(x.float(), E2M1))
