@@ -57,6 +57,7 @@ def run_rank(options: PretrainOptions) -> None:
             run.save_losses()
         raise
     run.finish()
+    torch.distributed.barrier()  # no rank closes its sockets while another still reads from them
     torch.distributed.destroy_process_group()
 
 
