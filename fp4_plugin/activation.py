@@ -68,7 +68,8 @@ class Activation:
         """The run manifest as a JSON-ready dict; `facts` are added at its top."""
         recipes = [self.config.recipe, *(rule.get("recipe") for rule in self.config.layers)]
         notes = [note for name, note in RECIPE_NOTES.items() if name in recipes]
-        notes += [_SIMULATION_NOTE, *self._causality_notes(), *idle_rules(self.config, self.plan)]
+        notes += [_SIMULATION_NOTE] if self.runs else []
+        notes += [*self._causality_notes(), *idle_rules(self.config, self.plan)]
         known = {
             "config": self.config.resolved(),
             "config_hash": self.config.hash(),
@@ -79,7 +80,7 @@ class Activation:
     def verify(self) -> list[LayerReport]:
         """Compare what ran with the plan; returns the layers that are still unproven.
 
-        Raises MismatchError if a layer was replaced, and NotRunYet if no layer has run at all.
+        Raises MismatchError if a layer was replaced, and NotRunYet if every layer is unproven.
         """
         reports = self.reports()
         wrong = [r for r in reports if r.status == "lost"]
@@ -91,7 +92,8 @@ class Activation:
         unproven = [r for r in reports if r.status == "unproven"]
         if unproven and len(unproven) == len(reports):
             raise NotRunYet(
-                f"none of the {len(reports)} FP4 layers has run yet: call this after a step"
+                f"none of the {len(reports)} FP4 layers has run completely yet, ask after a step: "
+                + _enumerate(unproven)
             )
         return unproven
 

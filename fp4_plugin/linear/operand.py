@@ -38,11 +38,6 @@ class Operand:
     scale_inv: torch.Tensor | None
     num_columns: int
 
-    @property
-    def num_bytes(self) -> int:
-        scale_bytes = 0 if self.scale_inv is None else self.scale_inv.nbytes
-        return self.data.nbytes + scale_bytes
-
 
 @dataclass(frozen=True)
 class QuantizedInput:

@@ -43,7 +43,6 @@ class CachedTokens:
 
     train: np.ndarray
     held_out: np.ndarray
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _open(folder: Path) -> CachedTokens:
         held_out = _map(folder / "held_out.bin", meta.dtype, meta.held_out_tokens)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"the token cache {folder} is damaged ({error}); delete it") from error
-    return CachedTokens(train, held_out, meta.vocab_size)
+    return CachedTokens(train, held_out)
 
 
 def _map(path: Path, dtype: str, count: int) -> np.ndarray:
