@@ -1,19 +1,21 @@
 """Every error this package raises on purpose.
 
     Fp4Error
-    |-- ConfigError       the `fp4` section (or a file around it) asks for something it cannot have
-    |-- UnsupportedError  a valid request that this machine, version or combination cannot honour
-    |-- DataError         training text, tokens or a tokenizer that cannot be used
-    |-- MismatchError     what ran is not what was asked for
-    `-- NotRunYet         a question about a run that has not happened yet
+    |-- ConfigError         the `fp4` section (or a file around it) asks for something it cannot have
+    |-- UnsupportedError    a valid request that this machine, version or combination cannot honour
+    |-- DataError           training text, tokens or a tokenizer that cannot be used
+    |-- CommunicationError  a collective failed, or a message from a peer cannot be read
+    |-- MismatchError       what ran is not what was asked for
+    `-- NotRunYet           a question about a run that has not happened yet
 
-The first three are also `ValueError`, the last two `RuntimeError`, so callers need not import us.
+The first three are also `ValueError`, the others `RuntimeError`, so callers need not import us.
 A message says what, the value, what is allowed and what to do.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CommunicationError",
     "ConfigError",
     "DataError",
     "Fp4Error",
@@ -37,6 +39,10 @@ class UnsupportedError(Fp4Error, ValueError):
 
 class DataError(Fp4Error, ValueError):
     """Training data or a tokenizer that cannot be used."""
+
+
+class CommunicationError(Fp4Error, RuntimeError):
+    """Gradients could not be reduced: a rank, a link or a message is not what it has to be."""
 
 
 class MismatchError(Fp4Error, RuntimeError):

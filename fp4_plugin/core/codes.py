@@ -65,9 +65,10 @@ def _bits_of(value: float) -> int:
 
 def decode(codes: torch.Tensor, fmt: MiniFloat) -> torch.Tensor:
     """codes: uint8, one per element -> float32 values, same shape."""
-    if fmt in _TORCH_DTYPES:
+    # On the CPU torch's cast from 8 bits is not vectorised: looking values up is 5x faster.
+    if fmt in _TORCH_DTYPES and codes.device.type != "cpu":
         return codes.view(_TORCH_DTYPES[fmt]).to(torch.float32)
-    table = fmt.decode_table(codes.device)
+    table = _value_table(fmt, codes.device)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
@@ -85,6 +86,13 @@ def decode_packed(
     element_type = torch.int8 if doubled else torch.float32
     values = pairs.view(element_type).view(*packed.shape[:-1], 2 * packed.shape[-1])
     return values if values.shape[-1] == num_columns else values[..., :num_columns].contiguous()
+
+
+@lru_cache(maxsize=64)
+def _value_table(fmt: MiniFloat, device: torch.device) -> torch.Tensor:
+    """One float32 per code, usable inside and outside inference mode."""
+    with torch.inference_mode(mode=False):
+        return fmt.decode_table(device)
 
 
 @lru_cache(maxsize=64)

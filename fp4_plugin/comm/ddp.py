@@ -1,0 +1,93 @@
+"""FP8 gradients for torch's DistributedDataParallel: one line after wrapping the model.
+
+model.register_comm_hook(None, fp4_plugin.comm.ddp_hook)
+model.register_comm_hook(comm.DdpState(block_size=512), fp4_plugin.comm.ddp_hook)
+"""
+
+# No `from __future__ import annotations` here: DDP looks at the types of a hook's signature.
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fp4_plugin.comm.codec import BlockCodec
+from fp4_plugin.comm.reducer import GradientReducer
+from fp4_plugin.comm.transport import members_of
+from fp4_plugin.comm.traffic import Traffic
+
+__all__ = ["DdpState", "ddp_hook"]
+
+
+class DdpState:
+    """Settings and counters of one DDP model.
+
+    group: the process group the model was wrapped with. Buckets smaller than `min_numel` elements
+    are averaged exactly. `traffic` counts what was sent.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        format: str = "e4m3",
+        block_size: int = 1024,
+        min_numel: int = 2048,
+    ) -> None:
+        self.group = group
+        self.min_numel = min_numel
+        self._reducer = GradientReducer(BlockCodec.named(format, block_size))
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._reducer.traffic
+
+    def average(self, buffer: torch.Tensor) -> None:
+        """Replace `buffer` by its mean over the group."""
+        members = members_of(self.group)
+        buffer.div_(members.size)
+        if buffer.numel() >= self.min_numel:
+            self._reducer.all_reduce(buffer, members.group)
+        else:
+            self.traffic.exact_calls["all_reduce"] += 1
+            torch.distributed.all_reduce(buffer, group=members.group)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream that reductions run on, beside the backward pass."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+
+def ddp_hook(
+    state: DdpState | None, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average one bucket of gradients in FP8; for `DistributedDataParallel.register_comm_hook`.
+
+    state: None for the default settings over all ranks. Raises CommunicationError as
+    `GradientReducer`.
+    """
+    state = state or _default_state()
+    buffer = bucket.buffer()
+    if buffer.device.type != "cuda":
+        state.average(buffer)
+        return _completed(buffer)
+    stream = state.stream(buffer.device)
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    with torch.cuda.stream(stream):
+        buffer.record_stream(stream)
+        state.average(buffer)
+        return _completed(buffer)
+
+
+def _completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future that DDP waits for on its own stream, where there are streams."""
+    devices = [buffer.device] if buffer.device.type == "cuda" else []
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
+    return future
+
+
+@lru_cache(maxsize=1)
+def _default_state() -> DdpState:
+    return DdpState()

@@ -1,0 +1,150 @@
+"""What a reducer sent, in numbers: bytes against BF16, what was clipped or lost, what was not finite.
+
+Byte counts are exact and made on the host. Fractions are sampled: they cost a pass over the data,
+so they are counted only while `sampling` is on. What is counted on a device stays there until
+somebody asks, so that gradients never wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4_plugin.comm.codec import MessageParts
+
+__all__ = ["NonFinite", "Segment", "Traffic"]
+
+_BF16_BYTES = 2
+_MAGNITUDE_BITS = 0x7F
+# Events kept for the manifest; the counts go on.
+_MOST_EVENTS = 32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a flat buffer that belongs to one parameter: `numel` elements from `offset`."""
+
+    name: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Blocks of this rank's own gradients that held a NaN or an Inf, in one message."""
+
+    parameters: tuple[str, ...]
+    blocks: int
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What is known of a message until its scales have been looked at."""
+
+    is_nan: torch.Tensor
+    block_size: int
+    segments: tuple[Segment, ...]
+
+
+class Traffic:
+    """Counters of one reducer. Reading the fractions and events waits for the device."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.exact_calls: Counter[str] = Counter()
+        self.elements = 0
+        self.wire_bytes = 0
+        self.bf16_bytes = 0
+        self.non_finite_blocks = 0
+        self.sampling = True
+        self._sampled_elements = 0
+        self._counts: torch.Tensor | None = None  # saturated, underflowed
+        self._pending: list[_Pending] = []
+        self._events: list[NonFinite] = []
+
+    def count_call(self, op: str, elements: int, wire_bytes: int, bf16_elements: float) -> None:
+        """One collective: bytes this rank sent to others, and elements BF16 would have sent."""
+        self.calls[op] += 1
+        self.elements += elements
+        self.wire_bytes += wire_bytes
+        self.bf16_bytes += round(bf16_elements * _BF16_BYTES)
+
+    def sample(
+        self, values: torch.Tensor, parts: MessageParts, amax: torch.Tensor | None = None
+    ) -> None:
+        """Count what saturated (only a given `amax` lets anything) and what became zero."""
+        if not self.sampling:
+            return
+        kept = torch.count_nonzero(parts.codes & _MAGNITUDE_BITS)
+        lost = torch.count_nonzero(values) - kept
+        clipped = torch.zeros_like(lost) if amax is None else (values.abs() > amax.view(())).sum()
+        counts = torch.stack((clipped, lost))
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._sampled_elements += values.numel()
+
+    def watch(
+        self, parts: MessageParts, block_size: int, segments: Callable[[], Sequence[Segment]]
+    ) -> None:
+        """Remember the blocks of an own message that are not finite.
+
+        segments: called for what the message holds, now or never: buffers will have changed later.
+        On a CPU a message without such blocks is forgotten at once.
+        """
+        is_nan = parts.scale_inv.isnan()
+        if is_nan.device.type == "cpu" and not is_nan.any():
+            return
+        self._pending.append(_Pending(is_nan, block_size, tuple(segments())))
+
+    def settle(self) -> list[NonFinite]:
+        """The non-finite messages since the last call; to be asked once per step."""
+        pending, self._pending = self._pending, []
+        found = [event for one in pending if (event := _event_of(one)) is not None]
+        self.non_finite_blocks += sum(event.blocks for event in found)
+        self._events = [*self._events, *found][-_MOST_EVENTS:]
+        return found
+
+    def fractions(self) -> dict[str, float | None]:
+        """Saturated and underflowed shares of the sampled elements; None before any sample."""
+        if self._counts is None or self._sampled_elements == 0:
+            return {"saturated": None, "underflowed": None}
+        saturated, underflowed = self._counts.tolist()
+        return {
+            "saturated": saturated / self._sampled_elements,
+            "underflowed": underflowed / self._sampled_elements,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """JSON-ready; bytes are those of this rank."""
+        return {
+            "calls": dict(self.calls),
+            "exact_calls": dict(self.exact_calls),
+            "elements": self.elements,
+            "wire_bytes": self.wire_bytes,
+            "bf16_wire_bytes": self.bf16_bytes,
+            "wire_ratio": self.wire_bytes / self.bf16_bytes if self.bf16_bytes else None,
+            **{f"{name}_fraction": value for name, value in self.fractions().items()},
+            "non_finite_blocks": self.non_finite_blocks,
+            "non_finite": [
+                {"parameters": list(event.parameters), "blocks": event.blocks}
+                for event in self._events
+            ],
+        }
+
+
+def _event_of(pending: _Pending) -> NonFinite | None:
+    blocks = pending.is_nan.nonzero().flatten().tolist()
+    if not blocks:
+        return None
+    names: dict[str, None] = {}
+    start = 0
+    for segment in pending.segments:
+        first, last = start // pending.block_size, (start + segment.numel - 1) // pending.block_size
+        # The blocks are ascending: is one of them in [first, last]?
+        if segment.numel and any(first <= block <= last for block in blocks):
+            names[segment.name] = None
+        start += segment.numel
+    return NonFinite(tuple(names), len(blocks))

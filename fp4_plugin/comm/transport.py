@@ -1,0 +1,166 @@
+"""The few collectives of `torch.distributed` that messages travel by, and who takes part.
+
+Everything is uint8: gloo and older NCCL refuse float8 tensors. A collective that fails, because a
+rank died or the link was cut, ends in a CommunicationError once the timeout of the process group
+has passed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4_plugin.comm.codec import BlockCodec
+from fp4_plugin.errors import CommunicationError
+
+__all__ = [
+    "Members",
+    "all_gather",
+    "all_reduce_max",
+    "all_to_all",
+    "finish_work",
+    "members_of",
+    "require_same_codec",
+]
+
+# Group -> the codecs that its ranks have agreed on.
+_agreed: weakref.WeakKeyDictionary[Any, set[BlockCodec]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a process group, seen from this one."""
+
+    group: Any
+    size: int
+    rank: int
+
+    def index_of(self, rank: int) -> int:
+        """Where `rank` of the whole job stands in the group; CommunicationError if it does not."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(self.group)
+        if rank not in ranks:
+            raise CommunicationError(f"rank {rank} is not in the group of ranks {ranks}")
+        return ranks.index(rank)
+
+    def describe(self) -> str:
+        import torch.distributed as dist
+
+        return f"rank {dist.get_rank()} (of ranks {dist.get_process_group_ranks(self.group)})"
+
+
+def members_of(group: Any = None) -> Members:
+    """The members of `group`, None for all ranks.
+
+    Raises CommunicationError without a process group, and if this rank is not in `group`.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise CommunicationError(
+            "no process group: call torch.distributed.init_process_group (or "
+            "deepspeed.init_distributed) before reducing gradients"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    if rank < 0:
+        raise CommunicationError(
+            f"rank {dist.get_rank()} is not in the group it was asked to reduce over; call this "
+            "on the members of the group only"
+        )
+    return Members(group, dist.get_world_size(group), rank)
+
+
+def _guarded(call: Callable[..., Any], what: str, members: Members, *args: Any, **kw: Any) -> Any:
+    """`call(*args, **kw)`; a failure says which collective failed, where, and what to look at."""
+    try:
+        return call(*args, **kw)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"FP8 {what} failed on {members.describe()}: {error}. A rank has died or stopped, a "
+            "link is down, or ranks reduce tensors of different sizes; look at the first rank "
+            "that failed"
+        ) from error
+
+
+def finish_work(work: Any, what: str, members: Members) -> None:
+    """Wait for what an asynchronous call returned; None stands for a call that is over."""
+    if work is not None:
+        _guarded(work.wait, what, members)
+
+
+def all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_splits: Sequence[int],
+    sent_splits: Sequence[int],
+    members: Members,
+    async_op: bool,
+) -> Any:
+    """`sent_splits[r]` bytes to rank r; what comes is in rank order. Returns the work if async."""
+    import torch.distributed as dist
+
+    return _guarded(
+        dist.all_to_all_single,
+        "all-to-all",
+        members,
+        received,
+        sent,
+        list(received_splits),
+        list(sent_splits),
+        group=members.group,
+        async_op=async_op,
+    )
+
+
+def all_gather(gathered: torch.Tensor, members: Members, async_op: bool) -> Any:
+    """In place: slot r of `gathered` comes from rank r. Returns the work if async."""
+    import torch.distributed as dist
+
+    # torch 2.13 renamed it and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    mine = gathered.view(members.size, -1)[members.rank]
+    return _guarded(
+        gather, "all-gather", members, gathered, mine, group=members.group, async_op=async_op
+    )
+
+
+def all_reduce_max(value: torch.Tensor, members: Members) -> None:
+    """The largest `value` of the group, in place."""
+    import torch.distributed as dist
+
+    _guarded(dist.all_reduce, "scale", members, value, dist.ReduceOp.MAX, group=members.group)
+
+
+def require_same_codec(codec: BlockCodec, members: Members, device: torch.device) -> None:
+    """Raise CommunicationError on every rank unless all ranks write with `codec`.
+
+    A collective at the first use of a codec in a group, free afterwards.
+    """
+    import torch.distributed as dist
+
+    agreed = _agreed.setdefault(members.group, set())
+    if codec in agreed:
+        return
+    mine = torch.tensor(codec.identity(), dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(members.size)]
+    _guarded(dist.all_gather, "handshake", members, found, mine, group=members.group)
+    identities = [tuple(one.tolist()) for one in found]
+    if len(set(identities)) > 1:
+        lines = [
+            f"rank {rank}: {BlockCodec.describe_identity(identity)}"
+            for rank, identity in zip(
+                dist.get_process_group_ranks(members.group), identities, strict=True
+            )
+        ]
+        raise CommunicationError(
+            "the ranks of a group write gradients differently; give all the same settings\n  "
+            + "\n  ".join(lines[:16])
+        )
+    agreed.add(codec)
