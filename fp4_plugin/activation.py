@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -39,11 +39,27 @@ _SIMULATION_NOTE = (
     "which is not faster than the arithmetic of those kernels"
 )
 
+_NO_FRAMEWORK = (
+    "gradients of a model that was converted by itself are reduced by whoever trains it; for "
+    "DistributedDataParallel register fp4_plugin.comm.ddp_hook"
+)
+
 _activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
 
 
+class Communication(Protocol):
+    """How a framework reduces gradients for a model, as the manifest wants to know it."""
+
+    def report(self) -> dict[str, Any]: ...
+
+    def verify(self) -> None: ...
+
+
 class Activation:
-    """What `activate` did to a model. `runs` maps layer names to their LayerRun."""
+    """What `activate` did to a model. `runs` maps layer names to their LayerRun.
+
+    communication: what reduces the model's gradients, set by the framework's integration.
+    """
 
     def __init__(
         self, model: nn.Module, config: Fp4Config, plan: ModelPlan, runs: dict[str, LayerRun]
@@ -52,6 +68,7 @@ class Activation:
         self.config = config
         self.plan = plan
         self.runs = runs
+        self.communication: Communication | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -74,13 +91,15 @@ class Activation:
             "config": self.config.resolved(),
             "config_hash": self.config.hash(),
             "notes": notes,
+            "gradient_communication": self._communication_report(),
         }
         return build_manifest(self.model, self.plan, self.runs, {**known, **facts})
 
     def verify(self) -> list[LayerReport]:
         """Compare what ran with the plan; returns the layers that are still unproven.
 
-        Raises MismatchError if a layer was replaced, and NotRunYet if every layer is unproven.
+        Raises MismatchError if a layer was replaced or gradients were not reduced as asked, and
+        NotRunYet if every layer is unproven.
         """
         reports = self.reports()
         wrong = [r for r in reports if r.status == "lost"]
@@ -95,7 +114,17 @@ class Activation:
                 f"none of the {len(reports)} FP4 layers has run completely yet, ask after a step: "
                 + _enumerate(unproven)
             )
+        if self.communication is not None:
+            self.communication.verify()
         return unproven
+
+    def _communication_report(self) -> dict[str, Any]:
+        if self.communication is not None:
+            return self.communication.report()
+        spec = self.config.communication_spec
+        if spec is None:
+            return {"state": "off"}
+        return {"state": f"not applied: {_NO_FRAMEWORK}", "asked": spec.describe()}
 
     def banner(self) -> str:
         """One line for the log: what was converted and what was not."""

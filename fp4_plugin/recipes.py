@@ -1,7 +1,7 @@
 """Named presets of the `fp4` section; every key can be overridden.
 
 paper        arXiv 2501.17116: E2M1 with one scale per token and output channel, DGE, outlier
-             clamping with sparse compensation, E5M2 gradients
+             clamping with sparse compensation, E5M2 gradients, FP8 gradient communication
 bf16         the twin to compare with: nn.Linear is left untouched
 fp8          E4M3 forward, E5M2 gradients, one scale per row
 w4a8, w8a4   only one operand of fprop in 4 bits (ablation arms of the paper)
@@ -24,6 +24,8 @@ _STE = {"name": "ste"}
 _DGE = {"name": "dge", "k": 5.0, "max_slope": 3.0, "renormalize": False}
 _OUTLIERS = {"alpha": 0.99, "compensation": "sparse", "scope": "row"}
 
+_FP8_GRADIENTS = {"format": "e4m3", "block_size": 1024}
+
 
 def _operand(fmt: str, **others: Any) -> dict[str, Any]:
     plain = {"format": fmt, "granularity": "row", "rounding": "nearest", "scale": "absmax"}
@@ -31,9 +33,14 @@ def _operand(fmt: str, **others: Any) -> dict[str, Any]:
 
 
 def _linear(
-    weight: dict[str, Any], input: dict[str, Any], estimator: dict[str, Any], fprop: str
+    weight: dict[str, Any],
+    input: dict[str, Any],
+    estimator: dict[str, Any],
+    fprop: str,
+    communication: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
+        "gradient_communication": communication,
         "linear": {
             "weight": {**weight, "estimator": estimator},
             "input": {"outliers": None, **input},
@@ -44,16 +51,16 @@ def _linear(
             "fprop": fprop,
             "dgrad": "fp8",
             "wgrad": "fp8",
-        }
+        },
     }
 
 
 RECIPES: Registry[dict[str, Any]] = Registry("recipe")
 RECIPES.register(
     "paper",
-    _linear(_operand("e2m1"), _operand("e2m1", outliers=_OUTLIERS), _DGE, "fp4"),
+    _linear(_operand("e2m1"), _operand("e2m1", outliers=_OUTLIERS), _DGE, "fp4", _FP8_GRADIENTS),
 )
-RECIPES.register("bf16", {"linear": None})
+RECIPES.register("bf16", {"linear": None, "gradient_communication": None})
 RECIPES.register("fp8", _linear(_operand("e4m3"), _operand("e4m3"), _STE, "fp8"))
 RECIPES.register("w4a8", _linear(_operand("e2m1"), _operand("e4m3"), _DGE, "fp8"))
 RECIPES.register("w8a4", _linear(_operand("e4m3"), _operand("e2m1"), _STE, "fp8"))

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ def initialize_distributed() -> None:
 
     That op serves inference only, and building it takes from seconds to minutes.
     """
+    # DeepSpeed calls collectives by names that torch 2.13 is about to drop, in every step.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -17,7 +17,7 @@ from fp4_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from fp4_plugin.config import Fp4Config
 
-__all__ = ["add_parser", "read_section"]
+__all__ = ["add_parser", "parsed_file"]
 
 # Top-level keys by which a DeepSpeed configuration without an "fp4" section is known.
 DEEPSPEED_KEYS = ("train_", "zero_", "optimizer", "scheduler", "bf16", "fp16", "gradient_")
@@ -45,17 +45,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     schema.set_defaults(func=_schema)
 
 
-def read_section(path: Path) -> Mapping[str, Any]:
-    """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude FP4."""
+def _find(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The section in the content of a DeepSpeed JSON, or of a file that is nothing but a section."""
     from fp4_plugin.config import find_section, json_schema
-    from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
 
-    content = read_config(path)
     is_section = bool(content.keys() & json_schema()["properties"].keys())
     section = content if is_section and "fp4" not in content else find_section(content)
     if section is not None:
-        if section is not content and section.get("enabled", True):
-            refuse_conflicts(content)
         return section
     if any(key.startswith(DEEPSPEED_KEYS) for key in content):
         raise ConfigError(
@@ -66,21 +62,26 @@ def read_section(path: Path) -> Mapping[str, Any]:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    config = _parsed(arguments.file)
+    config = parsed_file(arguments.file)
     print(f"{arguments.file}: the fp4 section is valid")
     for name, text in _summary(config):
         print(f"  {name:<13}{text}")
     return 0
 
 
-def _parsed(path: Path) -> Fp4Config:
+def parsed_file(path: Path) -> Fp4Config:
+    """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude it."""
     from fp4_plugin.config import parse_section
+    from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
 
-    section = read_section(path)
+    content = read_config(path)
+    section = _find(content, path)
     try:
-        return parse_section(section)
+        config = parse_section(section)
+        refuse_conflicts({} if section is content else content, config)
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from error
+    return config
 
 
 def _summary(config: Fp4Config) -> Iterator[tuple[str, str]]:
@@ -99,6 +100,9 @@ def _summary(config: Fp4Config) -> Iterator[tuple[str, str]]:
     for rule in resolved["layers"]:
         change = f"recipe {rule['recipe']}" if "recipe" in rule else _sentence(rule["linear"])
         yield "layers", f"{rule['match']}: {change}"
+    if config.enabled:
+        communication = resolved["gradient_communication"]
+        yield "gradients", "reduced as ever" if communication is None else _sentence(communication)
     yield "on_mismatch", config.on_mismatch
     yield "hash", config.hash()
 
@@ -114,7 +118,7 @@ def _sentence(value: Any) -> str:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    config = _parsed(arguments.file)
+    config = parsed_file(arguments.file)
     resolved = config.resolved()
     if arguments.layer is not None:
         # One layer: what applies to it takes the place of the general settings and their rules.

@@ -32,7 +32,8 @@ BLOCK_SIZES = tuple(2**n for n in range(4, 17))
 HEADER_BYTES = 16
 _MAGIC = int.from_bytes(b"fp8", "little") << 8
 _VERSION = 1
-_FIELDS = ("magic and version", "format", "block size", "number of elements")
+# Names and how a message writes their values.
+_FIELDS = {"magic and version": "#x", "format": "#x", "block size": "d", "number of elements": "d"}
 _MAX_ELEMENTS = 2**31 - 1
 # Messages start at multiples of this: scales are read in place as float32.
 ALIGNMENT = 16
@@ -66,7 +67,7 @@ class BlockCodec:
             allowed = [fmt.name for fmt in WIRE_FORMATS]
             name = getattr(self.format, "name", self.format)
             raise ConfigError(f"format {name!r} cannot travel: allowed are {allowed}")
-        if isinstance(self.block_size, bool) or self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size {self.block_size!r}: a power of two from {BLOCK_SIZES[0]} to "
                 f"{BLOCK_SIZES[-1]} is needed"
@@ -103,7 +104,10 @@ class BlockCodec:
         return -(-self.num_bytes(numel) // ALIGNMENT) * ALIGNMENT
 
     def parts(self, message: torch.Tensor, numel: int) -> MessageParts:
-        """Views into `message` (uint8, 1-D). Raises CommunicationError for a wrong length."""
+        """Views into `message` (uint8, 1-D, contiguous, at a multiple of 4 bytes).
+
+        Raises CommunicationError for a wrong length.
+        """
         if message.dtype != torch.uint8 or message.numel() != self.num_bytes(numel):
             raise CommunicationError(
                 f"a message of {numel} elements has {self.num_bytes(numel)} bytes, not "
@@ -168,22 +172,26 @@ class BlockCodec:
 
     def sum(
         self,
-        messages: Sequence[torch.Tensor],
+        terms: Sequence[torch.Tensor],
         numel: int,
         consume: Callable[[int, torch.Tensor], object],
     ) -> None:
-        """Add up messages in the given order, in float32.
+        """Add up terms in the given order, in float32.
 
+        terms: messages (uint8) of `numel` elements, or such elements themselves (1-D, any float).
         Calls `consume(start, values)` chunk by chunk; starts are multiples of the block size, and
         `values` may be kept or changed by the callee. Raises CommunicationError as `checked`.
         """
         if numel == 0:
             return
-        parts = [self.checked(message, numel, sender) for sender, message in enumerate(messages)]
-        for low, high in self.chunks(numel, messages[0].device):
-            total = self._decode_chunk(parts[0], low, high)
+        parts = [
+            self.checked(term, numel, sender) if term.dtype == torch.uint8 else term
+            for sender, term in enumerate(terms)
+        ]
+        for low, high in self.chunks(numel, terms[0].device):
+            total = self._chunk(parts[0], low, high)
             for other in parts[1:]:
-                total.add_(self._decode_chunk(other, low, high))
+                total.add_(self._chunk(other, low, high))
             consume(low, total)
 
     def chunks(self, numel: int, device: torch.device) -> list[tuple[int, int]]:
@@ -191,6 +199,11 @@ class BlockCodec:
         size = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS
         size = max(size, self.block_size)
         return [(low, min(low + size, numel)) for low in range(0, numel, size)]
+
+    def _chunk(self, term: MessageParts | torch.Tensor, low: int, high: int) -> torch.Tensor:
+        if isinstance(term, torch.Tensor):
+            return term[low:high].to(torch.float32, copy=True)
+        return self._decode_chunk(term, low, high)
 
     def _decode_chunk(self, parts: MessageParts, low: int, high: int) -> torch.Tensor:
         values = decode(parts.codes[low:high], self.format)
@@ -235,8 +248,8 @@ class BlockCodec:
 
     def _refuse_header(self, found: list[int], expected: list[int], sender: int) -> None:
         wrong = [
-            f"{name} {value:#x} instead of {right:#x}"
-            for name, value, right in zip(_FIELDS, found, expected, strict=True)
+            f"{name} {value:{spec}} instead of {right:{spec}}"
+            for (name, spec), value, right in zip(_FIELDS.items(), found, expected, strict=True)
             if value != right
         ]
         if wrong:

@@ -13,8 +13,8 @@ import torch
 
 from fp4_plugin.comm.codec import BlockCodec
 from fp4_plugin.comm.reducer import GradientReducer
-from fp4_plugin.comm.transport import members_of
 from fp4_plugin.comm.traffic import Traffic
+from fp4_plugin.comm.transport import all_reduce_exactly, members_of
 
 __all__ = ["DdpState", "ddp_hook"]
 
@@ -50,7 +50,7 @@ class DdpState:
             self._reducer.all_reduce(buffer, members.group)
         else:
             self.traffic.exact_calls["all_reduce"] += 1
-            torch.distributed.all_reduce(buffer, group=members.group)
+            all_reduce_exactly(buffer, members)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream that reductions run on, beside the backward pass."""
@@ -60,7 +60,8 @@ class DdpState:
 
 
 def ddp_hook(
-    state: DdpState | None, bucket: torch.distributed.GradBucket
+    state: DdpState | None,
+    bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average one bucket of gradients in FP8; for `DistributedDataParallel.register_comm_hook`.
 
@@ -82,8 +83,10 @@ def ddp_hook(
 
 def _completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """A future that DDP waits for on its own stream, where there are streams."""
-    devices = [buffer.device] if buffer.device.type == "cuda" else []
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    is_cuda = buffer.device.type == "cuda"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[buffer.device] if is_cuda else None
+    )
     future.set_result(buffer)
     return future
 

@@ -30,7 +30,7 @@ class ErrorFeedback:
         return values
 
     def keep(self, lost: torch.Tensor, segments: Sequence[Segment]) -> None:
-        """Remember `lost`, float32, laid out as `segments`; what is not finite counts as nothing."""
+        """Remember `lost`, float32, laid out as `segments`; what is not finite counts as 0."""
         for part, residual in self._parts(lost, segments):
             torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0, out=residual)
 
@@ -43,9 +43,12 @@ class ErrorFeedback:
         """Continue with saved residuals. Raises KeyError or ValueError unless they fit."""
         for name, saved in residuals.items():
             if saved.numel() != self._sizes[name]:
-                raise ValueError(f"{name}: {saved.numel()} elements, not {self._sizes[name]}")
+                raise ValueError(
+                    f"the saved residual of {name} has {saved.numel()} elements, the parameter "
+                    f"{self._sizes[name]}: it belongs to another model"
+                )
         self.residuals = {
-            name: saved.to(device=device, dtype=torch.float32).view(-1)
+            name: saved.to(device=device, dtype=torch.float32, copy=True).reshape(-1)
             for name, saved in residuals.items()
         }
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp4_plugin.comm.transport import Members, all_reduce_max
+from fp4_plugin.comm.transport import Members, all_reduce_exactly
+from fp4_plugin.core.scaling import row_amax
 
 __all__ = ["AutomaticFactor"]
 
@@ -38,10 +39,10 @@ class AutomaticFactor:
     ) -> torch.Tensor:
         """(1, 1) float32: the largest |value| on any rank, over mu. NaN if one is not finite."""
         pieces = [one for share in shares for one in share if len(one)]
-        amax = torch.stack([piece.abs().amax().to(torch.float32) for piece in pieces]).amax()
+        amax = torch.stack([row_amax(piece.view(1, -1)) for piece in pieces]).amax()
         # Backends do not agree on the maximum of a NaN, but they do on that of an Inf.
         amax = torch.where(amax.isfinite(), amax, torch.inf)
-        all_reduce_max(amax, members)
+        all_reduce_exactly(amax, members, "MAX")
         if self._mu is None:
             self._mu = torch.ones((), device=amax.device)
         shared = torch.where(amax.isfinite(), amax / self._mu, torch.nan)
@@ -51,7 +52,7 @@ class AutomaticFactor:
         """Count what of `values` lies beyond the shared `amax`."""
         if amax is None:
             return
-        beyond = (values.abs() > amax.view(())).sum()
+        beyond = (values.abs() > amax.view(1)).sum()
         self._saturated = beyond if self._saturated is None else self._saturated + beyond
         self._elements += values.numel()
 
@@ -60,7 +61,7 @@ class AutomaticFactor:
         if self._mu is None or self._saturated is None or self._elements == 0:
             return
         share = self._saturated.to(torch.float32) / self._elements
-        all_reduce_max(share, members)
+        all_reduce_exactly(share, members, "MAX")
         grown = self._mu * 2.0 ** (1.0 / GROWTH_STEPS)
         self._mu = torch.where(share > SATURATION_LIMIT, self._mu / 2, grown)
         self._saturated, self._elements = None, 0

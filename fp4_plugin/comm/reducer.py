@@ -1,12 +1,12 @@
 """Sums over ranks with FP8 on the wire and float32 in the sum.
 
-    exchange   every rank encodes its share for each owner and sends it there (all-to-all)
-    sum        the owner decodes what came and adds it up in float32, in rank order
+    exchange   every rank encodes what others own and sends it there (all-to-all)
+    sum        the owner decodes what came and adds it to its own, in float32, in rank order
     return     all-reduce and reduce only: the owner encodes its sum and sends it back
 
 FP8 numbers are never added: a ring that sums in FP8 has 1 dB of signal left at 512 ranks, this
-keeps 28 and more. Sums are the same bits on all ranks and in all runs, because the order is that
-of the ranks and the owner's own share passes through the codec like everybody's.
+keeps 28 and more. Sums are the same bits on all ranks and in all runs: one owner makes each of
+them, in the order of the ranks. Its own share is not sent, hence not rounded.
 
 Everything is enqueued on the current stream and nothing on the way waits for the device.
 """
@@ -70,10 +70,13 @@ class Pending:
 
 @dataclass
 class _Exchange:
-    """The all-to-all of one reduction: from every rank one message about this rank's share."""
+    """The all-to-all of one reduction: from every other rank a message about this rank's share.
+
+    own: this rank's own values of it, 1-D.
+    """
 
     members: Members
-    numel: int
+    own: torch.Tensor
     slot: int
     sent: torch.Tensor
     received: torch.Tensor
@@ -221,6 +224,7 @@ class GradientReducer:
         shares: Shares,
         group: Any = None,
         *,
+        scale: float = 1.0,
         async_op: bool = False,
         describe: DescribeShares | None = None,
     ) -> Pending | None:
@@ -228,6 +232,7 @@ class GradientReducer:
 
         shares: for every rank the tensors it owns; sizes may differ from rank to rank of the
         group, but not between two senders. `outputs` are of the sizes of this rank's own share.
+        scale: multiplies the float32 sums, for a mean that a narrow dtype need not hold the sum of.
         """
         members = members_of(group)
         flat_shares = [[require_reducible(one) for one in share] for share in shares]
@@ -235,12 +240,12 @@ class GradientReducer:
         self._check_shares(flat_outputs, flat_shares, members)
         numel = sum(len(one) for share in flat_shares for one in share)
         if members.size == 1:
-            _copy(flat_shares[0], flat_outputs)
+            _copy(flat_shares[0], flat_outputs, scale)
         if _is_idle(numel, members):
             return _pending(async_op)
         exchange = self._exchange(flat_shares, members, describe, async_op)
         self._count("reduce_scatter", numel, exchange.sent_bytes, members)
-        return _pending(async_op, lambda: self._finish_scatter(exchange, flat_outputs))
+        return _pending(async_op, lambda: self._finish_scatter(exchange, flat_outputs, scale))
 
     @torch.no_grad()
     def reduce_to_owners(
@@ -284,7 +289,11 @@ class GradientReducer:
             return self._exchange(views(flat, ranges), members, segments)
         held = describe()
         corrected = self.feedback.corrected(flat, held)
-        exchange = self._exchange(views(corrected, ranges), members, segments, keep_residual=True)
+        shares = views(corrected, ranges)
+        exchange = self._exchange(shares, members, segments, keep_residual=True)
+        exchange.own = exchange.own.clone()
+        for piece in shares[members.rank]:
+            piece.zero_()  # nothing is lost of what is not sent
         self.feedback.keep(corrected, held)
         return exchange
 
@@ -300,23 +309,27 @@ class GradientReducer:
         require_same_codec(self.codec, members, device)
         amax = None if self.factor is None else self.factor.shared_amax(shares, members)
         sizes = [sum(len(one) for one in share) for share in shares]
+        slot = self.codec.slot_bytes(sizes[members.rank])
         sent_splits = [self.codec.slot_bytes(size) for size in sizes]
+        received_splits = [slot] * members.size
+        sent_splits[members.rank] = received_splits[members.rank] = 0
         sent = self._workspace.take(sum(sent_splits), device)
         messages = sent[: sum(sent_splits)].split(sent_splits)
         for owner, (message, share) in enumerate(zip(messages, shares, strict=True)):
-            self._encode(share, message, amax, _nth(describe, owner), keep_residual)
-        slot = sent_splits[members.rank]
-        received = self._workspace.take(members.size * slot, device)
+            if owner != members.rank:
+                self._encode(share, message, amax, _nth(describe, owner), keep_residual)
+        own = _joined(shares[members.rank], device)
+        self.traffic.watch_own(own, self.codec.block_size, _nth(describe, members.rank))
+        received = self._workspace.take(sum(received_splits), device)
         work = all_to_all(
-            received[: members.size * slot],
+            received[: sum(received_splits)],
             sent[: sum(sent_splits)],
-            [slot] * members.size,
+            received_splits,
             sent_splits,
             members,
             async_op,
         )
-        sent_bytes = sum(sent_splits) - slot
-        return _Exchange(members, sizes[members.rank], slot, sent, received, sent_bytes, work)
+        return _Exchange(members, own, slot, sent, received, sum(sent_splits), work)
 
     def _encode(
         self,
@@ -327,8 +340,8 @@ class GradientReducer:
         keep_residual: bool,
     ) -> None:
         """Write one message; with `keep_residual` the pieces become what the message lost."""
-        values = pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)) if pieces else None
-        if values is None or len(values) == 0:
+        values = _joined(pieces, message.device)
+        if len(values) == 0:
             return
         message = message[: self.codec.num_bytes(len(values))]
         parts = self.codec.encode(values, message, amax)
@@ -342,29 +355,37 @@ class GradientReducer:
 
     def _encode_sum(self, exchange: _Exchange, message: torch.Tensor) -> None:
         """Sum this rank's share and write it into `message`; the exchange's buffers are free."""
-        if exchange.numel:
-            message = message[: self.codec.num_bytes(exchange.numel)]
-            parts = self.codec.begin(message, exchange.numel)
+        numel = len(exchange.own)
+        if numel:
+            parts = self.codec.begin(message[: self.codec.num_bytes(numel)], numel)
             self.codec.sum(
-                self._messages(exchange),
-                exchange.numel,
+                self._terms(exchange),
+                numel,
                 lambda start, values: self.codec.encode_into(parts, start, values),
             )
         self._give_back(exchange)
 
-    def _finish_scatter(self, exchange: _Exchange, outputs: Sequence[torch.Tensor]) -> None:
+    def _finish_scatter(
+        self, exchange: _Exchange, outputs: Sequence[torch.Tensor], scale: float = 1.0
+    ) -> None:
         finish_work(exchange.work, "all-to-all", exchange.members)
         self.codec.sum(
-            self._messages(exchange),
-            exchange.numel,
-            lambda start, values: store(outputs, start, values),
+            self._terms(exchange),
+            len(exchange.own),
+            lambda start, values: store(outputs, start, values.mul_(scale)),
         )
         self._give_back(exchange)
 
-    def _messages(self, exchange: _Exchange) -> list[torch.Tensor]:
-        size, slot = self.codec.num_bytes(exchange.numel), exchange.slot
-        rows = exchange.received[: exchange.members.size * slot].view(exchange.members.size, slot)
-        return [row[:size] for row in rows.unbind()]
+    def _terms(self, exchange: _Exchange) -> list[torch.Tensor]:
+        """What adds up to this rank's share, in rank order."""
+        size, slot, members = (
+            self.codec.num_bytes(len(exchange.own)),
+            exchange.slot,
+            exchange.members,
+        )
+        messages = exchange.received[: (members.size - 1) * slot].view(members.size - 1, slot)
+        terms = [message[:size] for message in messages.unbind()]
+        return [*terms[: members.rank], exchange.own, *terms[members.rank :]]
 
     def _decode(self, message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         numel = sum(len(piece) for piece in pieces)
@@ -401,10 +422,10 @@ def _is_idle(numel: int, members: Members) -> bool:
     return numel == 0 or members.size == 1
 
 
-def _copy(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+def _copy(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float) -> None:
     start = 0
     for source in sources:
-        store(outputs, start, source)
+        store(outputs, start, source if scale == 1 else source * scale)
         start += len(source)
 
 
@@ -418,6 +439,13 @@ def _pending(async_op: bool, finish: Callable[[], None] | None = None) -> Pendin
 
 def _within(describe: Describe, ranges: Sequence[Sequence[tuple[int, int]]]) -> DescribeShares:
     return lambda: [segments_within(describe(), one) for one in ranges]
+
+
+def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The pieces as one tensor; a single one is not copied."""
+    if not pieces:
+        return torch.empty(0, device=device)
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
 
 
 def _nth(describe: DescribeShares | None, index: int) -> Describe:

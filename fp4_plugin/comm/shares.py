@@ -40,6 +40,11 @@ def require_reducible(tensor: torch.Tensor) -> torch.Tensor:
             f"cannot reduce a tensor of shape {tuple(tensor.shape)} that is not contiguous: sums "
             "are written in place; pass .contiguous() and copy the result back"
         )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise CommunicationError(
+            "cannot reduce a tensor made in inference mode outside of it: torch forbids writing to "
+            "it; pass a .clone()"
+        )
     return tensor.detach().view(-1)
 
 

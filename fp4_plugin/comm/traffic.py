@@ -1,4 +1,4 @@
-"""What a reducer sent, in numbers: bytes against BF16, what was clipped or lost, what was not finite.
+"""What a reducer sent, in numbers: bytes against BF16, what was clipped, lost or not finite.
 
 Byte counts are exact and made on the host. Fractions are sampled: they cost a pass over the data,
 so they are counted only while `sampling` is on. What is counted on a device stays there until
@@ -81,7 +81,7 @@ class Traffic:
             return
         kept = torch.count_nonzero(parts.codes & _MAGNITUDE_BITS)
         lost = torch.count_nonzero(values) - kept
-        clipped = torch.zeros_like(lost) if amax is None else (values.abs() > amax.view(())).sum()
+        clipped = torch.zeros_like(lost) if amax is None else (values.abs() > amax.view(1)).sum()
         counts = torch.stack((clipped, lost))
         self._counts = counts if self._counts is None else self._counts + counts
         self._sampled_elements += values.numel()
@@ -99,6 +99,23 @@ class Traffic:
             return
         self._pending.append(_Pending(is_nan, block_size, tuple(segments())))
 
+    def watch_own(
+        self, values: torch.Tensor, block_size: int, segments: Callable[[], Sequence[Segment]]
+    ) -> None:
+        """`watch` for values (1-D) that stay on this rank and are therefore never encoded."""
+        if values.numel() == 0:
+            return
+        # A sum is finite if all its terms are, or (rarely, then looked at closely) overflows.
+        if values.device.type == "cpu" and values.sum(dtype=torch.float32).isfinite():
+            return
+        blocks = values.split(block_size)
+        whole = torch.stack(blocks[:-1]) if len(blocks) > 1 else values.new_empty(0, block_size)
+        is_nan = torch.cat(
+            (~whole.isfinite().all(dim=1), ~blocks[-1].isfinite().all(dim=0, keepdim=True))
+        )
+        if is_nan.device.type != "cpu" or is_nan.any():
+            self._pending.append(_Pending(is_nan, block_size, tuple(segments())))
+
     def settle(self) -> list[NonFinite]:
         """The non-finite messages since the last call; to be asked once per step."""
         pending, self._pending = self._pending, []
@@ -106,6 +123,10 @@ class Traffic:
         self.non_finite_blocks += sum(event.blocks for event in found)
         self._events = [*self._events, *found][-_MOST_EVENTS:]
         return found
+
+    def forget(self) -> None:
+        """Drop what `watch` has collected, where it is known to be fine."""
+        self._pending.clear()
 
     def fractions(self) -> dict[str, float | None]:
         """Saturated and underflowed shares of the sampled elements; None before any sample."""

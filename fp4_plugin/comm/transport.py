@@ -2,7 +2,11 @@
 
 Everything is uint8: gloo and older NCCL refuse float8 tensors. A collective that fails, because a
 rank died or the link was cut, ends in a CommunicationError once the timeout of the process group
-has passed.
+has passed (`new_group` does not inherit that of `init_process_group`: give it one). On NCCL it is
+torch's watchdog that notices, and ends the process.
+
+Ranks that reduce tensors of different sizes never get a sum: where a header differs it is a
+CommunicationError, where a message is longer than what waits for it gloo aborts the process.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from fp4_plugin.errors import CommunicationError
 __all__ = [
     "Members",
     "all_gather",
-    "all_reduce_max",
+    "all_reduce_exactly",
     "all_to_all",
     "finish_work",
     "members_of",
@@ -68,7 +72,10 @@ def members_of(group: Any = None) -> Members:
         )
     if group is None:
         group = dist.group.WORLD
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    try:
+        rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    except ValueError as error:
+        raise CommunicationError(f"a process group that was destroyed: {error}") from error
     if rank < 0:
         raise CommunicationError(
             f"rank {dist.get_rank()} is not in the group it was asked to reduce over; call this "
@@ -131,11 +138,12 @@ def all_gather(gathered: torch.Tensor, members: Members, async_op: bool) -> Any:
     )
 
 
-def all_reduce_max(value: torch.Tensor, members: Members) -> None:
-    """The largest `value` of the group, in place."""
+def all_reduce_exactly(value: torch.Tensor, members: Members, op: str = "SUM") -> None:
+    """The sum or the largest ("MAX") `value` of the group, in place and in its own dtype."""
     import torch.distributed as dist
 
-    _guarded(dist.all_reduce, "scale", members, value, dist.ReduceOp.MAX, group=members.group)
+    operation = getattr(dist.ReduceOp, op)
+    _guarded(dist.all_reduce, "all-reduce", members, value, operation, group=members.group)
 
 
 def require_same_codec(codec: BlockCodec, members: Members, device: torch.device) -> None:

@@ -12,7 +12,7 @@ __all__ = ["Workspace"]
 class Workspace:
     """Buffers that one reducer uses again and again.
 
-    A buffer belongs to the stream it was first used on, where the device has streams: work queued
+    A buffer belongs to the stream it was given back on, where the device has streams: work queued
     there has read it before later work on the same stream writes it.
     """
 
@@ -30,9 +30,14 @@ class Workspace:
             if free:
                 # The new buffer takes the place of the largest that was too small.
                 free.pop(max(range(len(free)), key=lambda i: free[i].numel()))
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # A buffer outlives the inference mode it may have been made in.
+        with torch.inference_mode(mode=False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type == "cuda":
+            # It may be freed, later, while this stream still reads it.
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
         with self._lock:
             self._free.setdefault(_place(buffer.device), []).append(buffer)
 

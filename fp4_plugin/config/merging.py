@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fp4_plugin.config.models import SECTION, UNQUANTIZED, LinearConfig
+from fp4_plugin.config.models import SECTION, UNQUANTIZED, GradientCommunicationConfig, LinearConfig
 from fp4_plugin.config.validation import build_estimator
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.recipes import RECIPES
 
-__all__ = ["Linear", "apply_rule", "complete", "has_path", "merged", "refuse_idle_keys"]
+__all__ = [
+    "Linear",
+    "apply_rule",
+    "complete",
+    "complete_communication",
+    "has_path",
+    "merged",
+    "refuse_idle_keys",
+]
 
 # A `linear` object as in JSON, or None for layers that stay in high precision.
 Linear = dict[str, Any] | None
@@ -50,6 +58,13 @@ def complete(linear: Mapping[str, Any] | None) -> Linear:
     instance = build_estimator(estimator, f"{SECTION}.linear.weight.estimator")
     complete["weight"]["estimator"] = {"name": estimator["name"], **asdict(instance)}
     return complete
+
+
+def complete_communication(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`gradient_communication` with its defaults filled in, or None where it is off."""
+    if settings is None:
+        return None
+    return GradientCommunicationConfig.model_validate(settings).model_dump()
 
 
 def refuse_idle_keys(base: Linear, linear: Linear) -> None:

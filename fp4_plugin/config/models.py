@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["SECTION", "UNQUANTIZED", "LinearConfig", "SectionModel"]
+__all__ = [
+    "SECTION",
+    "UNQUANTIZED",
+    "GradientCommunicationConfig",
+    "LinearConfig",
+    "SectionModel",
+]
 
 SECTION = "fp4"
 UNQUANTIZED = "bf16"
@@ -92,6 +98,28 @@ class LinearConfig(_Strict):
     )
 
 
+class GradientCommunicationConfig(_Strict):
+    """Gradients travel as FP8 blocks and are summed in float32."""
+
+    format: Literal["e4m3", "e5m2"] = Field(
+        default="e4m3", description="Number format on the wire: precision (e4m3) or range (e5m2)."
+    )
+    block_size: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536] = (
+        Field(default=1024, description="Elements that share a float32 scale.")
+    )
+    min_numel: int = Field(
+        default=2048, ge=1, description="Reductions of fewer elements stay exact."
+    )
+    error_feedback: bool = Field(
+        default=False,
+        description="Add what rounding lost to the next gradient (ZeRO 0, 1; 4 bytes a weight).",
+    )
+    automatic_factor: bool = Field(
+        default=False,
+        description="FP8-LM's shared scale and automatic factor instead of block scales.",
+    )
+
+
 class LayerRule(_Strict):
     """Overrides for layers whose dotted name matches; holds a recipe or linear, not both."""
 
@@ -110,6 +138,10 @@ class SectionModel(_Strict):
     )
     layers: list[LayerRule] = Field(
         default_factory=list, description="Per-layer rules, in order; the last one wins."
+    )
+    gradient_communication: GradientCommunicationConfig | None = Field(
+        default_factory=GradientCommunicationConfig,
+        description="Reduce gradients in FP8; null leaves their reduction as it is.",
     )
     on_mismatch: Literal["error", "warn"] = Field(
         default="error", description="What to do if something else ran than was asked for."

@@ -10,7 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from fp4_plugin.config.merging import apply_rule, complete, has_path, merged, refuse_idle_keys
+from fp4_plugin.comm.codec import BlockCodec
+from fp4_plugin.comm.spec import CommunicationSpec
+from fp4_plugin.config.merging import (
+    apply_rule,
+    complete,
+    complete_communication,
+    has_path,
+    merged,
+    refuse_idle_keys,
+)
 from fp4_plugin.config.models import SECTION, UNQUANTIZED
 from fp4_plugin.config.validation import build_estimator, validate_section
 from fp4_plugin.core.formats import FORMATS
@@ -35,8 +44,20 @@ class Fp4Config:
         if self._linear is not None:
             _build_spec(_freeze(self._linear))  # contradictions surface here
         refuse_idle_keys(recipe["linear"], self._linear)
+        self._communication = complete_communication(
+            merged(recipe["gradient_communication"], self._section, "gradient_communication")
+        )
         for index, rule in enumerate(self.layers):
             self._check_rule(index, rule)
+
+    @property
+    def communication_spec(self) -> CommunicationSpec | None:
+        """What gradient communication is to be; None to leave it as it is."""
+        if self._communication is None or not self.enabled:
+            return None
+        settings = dict(self._communication)
+        codec = BlockCodec.named(settings.pop("format"), settings.pop("block_size"))
+        return CommunicationSpec(codec, **settings)
 
     def linear_spec(self, name: str) -> LinearSpec | None:
         """What the linear called `name` is to run; None for high precision."""
@@ -66,6 +87,7 @@ class Fp4Config:
             "recipe": self.recipe,
             "linear": self._linear,
             "layers": self.layers,
+            "gradient_communication": self._communication,
             "on_mismatch": self.on_mismatch,
         }
         return dict(json.loads(json.dumps(resolved)))

@@ -76,10 +76,8 @@ def _recipe(ds_config: Mapping[str, Any]) -> str:
     if section is None:
         return BF16_LABEL
     config = parse_section(section)
-    if not config.enabled:
-        return BF16_LABEL
-    refuse_conflicts(ds_config)
-    return config.recipe
+    refuse_conflicts(ds_config, config)
+    return config.recipe if config.enabled else BF16_LABEL
 
 
 def prepare_job(options: PretrainOptions, world_size: int) -> Job:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from fp4_plugin.cli.config import read_section
+from fp4_plugin.cli.config import parsed_file
 from fp4_plugin.cli.main import main
 from fp4_plugin.config import json_schema, parse_section
 
@@ -149,7 +149,7 @@ def test_a_conflict_counts_only_while_fp4_is_on(write):
 
 def test_comments_are_read_as_deepspeed_reads_them(write):
     path = write('{\n  # the recipe\n  "fp4": {"recipe": "fp8"}, /* end */\n}')
-    assert parse_section(read_section(Path(path))).recipe == "fp8"
+    assert parsed_file(Path(path)).recipe == "fp8"
 
 
 def _explained(capsys):

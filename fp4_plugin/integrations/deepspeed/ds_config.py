@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp4_plugin.config import Fp4Config
 from fp4_plugin.errors import ConfigError
 
-__all__ = ["CONFLICTS", "read_config", "refuse_conflicts", "resolve_config"]
+__all__ = [
+    "COMMUNICATION_CONFLICTS",
+    "CONFLICTS",
+    "read_config",
+    "refuse_conflicts",
+    "resolve_config",
+]
 
 # Dotted key of a DeepSpeed setting -> why it cannot be honoured together with the "fp4" section.
 CONFLICTS: dict[str, str] = {
@@ -37,6 +44,18 @@ CONFLICTS: dict[str, str] = {
         "it moves the column-parallel GEMMs into DeepSpeed's own backward, where no FP4 code runs"
     ),
 }
+
+# The same for "gradient_communication"; null there lifts them.
+COMMUNICATION_CONFLICTS: dict[str, str] = {
+    "zero_optimization.zero_quantized_gradients": (
+        "it reduces gradients in 4 bits by a path of its own, so that nothing would be left to "
+        'send in FP8; switch it off, or set "gradient_communication": null'
+    ),
+}
+_FEEDBACK_STAGE = (
+    '"error_feedback" keeps a whole float32 copy of the gradients on every rank, which is what '
+    "stages 2 and 3 exist to avoid; it works with stages 0 and 1"
+)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -117,17 +136,26 @@ def _from_args(args: Any) -> Any:
     return None
 
 
-def refuse_conflicts(ds_config: Mapping[str, Any]) -> None:
-    """Raise one ConfigError that names every DeepSpeed setting the FP4 section cannot go with."""
-    found = [key for key in CONFLICTS if _is_on(ds_config, key)]
-    if not found:
+def refuse_conflicts(ds_config: Mapping[str, Any], config: Fp4Config) -> None:
+    """Raise one ConfigError that names every DeepSpeed setting the FP4 section cannot go with.
+
+    config: the parsed section of `ds_config`.
+    """
+    if not config.enabled:
         return
-    lines = [f'  "{key}": {_value(ds_config, key)!r}: {CONFLICTS[key]}' for key in found]
-    raise ConfigError(
-        'the "fp4" section cannot be used together with these DeepSpeed settings:\n'
-        + "\n".join(lines)
-        + '\nSwitch them off, or set "fp4": {"enabled": false}.'
-    )
+    communication = config.communication_spec
+    reasons = CONFLICTS if communication is None else {**CONFLICTS, **COMMUNICATION_CONFLICTS}
+    found = [key for key in reasons if _is_on(ds_config, key)]
+    lines = [f'  "{key}": {_value(ds_config, key)!r}: {reasons[key]}' for key in found]
+    stage = _value(ds_config, "zero_optimization.stage") or 0
+    if communication is not None and communication.error_feedback and stage > 1:
+        lines.append(f'  "zero_optimization.stage": {stage}: {_FEEDBACK_STAGE}')
+    if lines:
+        raise ConfigError(
+            'the "fp4" section cannot be used together with these DeepSpeed settings:\n'
+            + "\n".join(lines)
+            + '\nSwitch them off, or set "fp4": {"enabled": false}.'
+        )
 
 
 def _is_on(ds_config: Mapping[str, Any], key: str) -> bool:

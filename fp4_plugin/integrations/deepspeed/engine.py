@@ -1,9 +1,9 @@
 """What an engine with FP4 linears does more than DeepSpeed's own.
 
-Two methods are wrapped, on this engine object only, so that two engines in one process may differ:
-`_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come down to,
-until the first step has been verified and its manifest left beside the logs; and `save_checkpoint`,
-to leave the manifest in the checkpoint's folder.
+Three methods are wrapped, on this engine object only, so that two engines in one process may
+differ: `_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come
+down to, to verify the first step and to account for the gradients of each; and `save_checkpoint`
+and `load_checkpoint`, for the manifest and the error feedback in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from fp4_plugin.activation import Activation
 from fp4_plugin.errors import Fp4Error, MismatchError, NotRunYet
 from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem
+from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.patching import require_parameters, require_symbols
 from fp4_plugin.telemetry.manifest import MANIFEST_NAME, write_manifest
 
@@ -25,7 +26,7 @@ __all__ = ["attach", "require_seams"]
 logger = logging.getLogger(__name__)
 
 _SEAMS = (
-    *("_take_model_step", "save_checkpoint", "global_rank", "global_steps"),
+    *("_take_model_step", "save_checkpoint", "load_checkpoint", "global_rank", "global_steps"),
     *("autotp_size", "pipeline_parallelism", "zero_optimization_stage"),
     "_config",
 )
@@ -39,23 +40,40 @@ def require_seams(engine: Any) -> None:
     require_parameters(engine, "save_checkpoint", ["save_dir", "tag"])
 
 
-def attach(engine: Any, activation: Activation, groups: Groups = (None,)) -> None:
+def attach(
+    engine: Any,
+    activation: Activation,
+    communication: EngineCommunication | None = None,
+    groups: Groups = (None,),
+) -> None:
     """Make `engine.fp4` the activation, verify the first step, put the manifest in checkpoints."""
     engine.fp4 = activation
-    _verify_after_first_step(engine, activation, groups)
-    _leave_manifest_in_checkpoints(engine, activation)
+    _account_for_steps(engine, activation, communication, groups)
+    _add_to_checkpoints(engine, activation, communication)
+    if communication is not None:
+        _take_from_checkpoints(engine, communication)
 
 
-def _verify_after_first_step(engine: Any, activation: Activation, groups: Groups) -> None:
+def _account_for_steps(
+    engine: Any,
+    activation: Activation,
+    communication: EngineCommunication | None,
+    groups: Groups,
+) -> None:
     original = engine._take_model_step
+    is_verified = False
 
     @functools.wraps(original)
     def take_model_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_verified
         # A step skipped for fp16 overflow ran its GEMMs all the same, and comes through here too.
         result = original(*args, **kwargs)
-        del engine._take_model_step
-        _leave_manifest_beside_logs(engine, activation)
-        _verify_on_all_ranks(activation, groups)
+        if communication is not None:
+            communication.after_step()
+        if not is_verified:
+            is_verified = True
+            _leave_manifest_beside_logs(engine, activation)
+            _verify_on_all_ranks(activation, groups)
         return result
 
     engine._take_model_step = take_model_step
@@ -99,7 +117,9 @@ def _leave_manifest_beside_logs(engine: Any, activation: Activation) -> None:
             logger.warning("fp4: cannot write %s: %s", path, error.strerror)
 
 
-def _leave_manifest_in_checkpoints(engine: Any, activation: Activation) -> None:
+def _add_to_checkpoints(
+    engine: Any, activation: Activation, communication: EngineCommunication | None
+) -> None:
     original = engine.save_checkpoint
     signature = inspect.signature(original)
 
@@ -107,14 +127,30 @@ def _leave_manifest_in_checkpoints(engine: Any, activation: Activation) -> None:
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         tag = arguments.get("tag")
-        folder = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        folder = Path(arguments["save_dir"]) / name
         result = original(*args, **kwargs)
+        if communication is not None:
+            communication.save(folder)
+            communication.exchange_reports()
         if engine.global_rank == 0:
-            path = Path(arguments["save_dir"]) / folder / MANIFEST_NAME
-            write_manifest(path, activation.manifest(**_facts(engine)))
+            write_manifest(folder / MANIFEST_NAME, activation.manifest(**_facts(engine)))
         return result
 
     engine.save_checkpoint = save_checkpoint
+
+
+def _take_from_checkpoints(engine: Any, communication: EngineCommunication) -> None:
+    original = engine.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result[0] is not None:  # the path of what was loaded
+            communication.load(Path(result[0]).parent)
+        return result
+
+    engine.load_checkpoint = load_checkpoint
 
 
 def _facts(engine: Any) -> dict[str, Any]:

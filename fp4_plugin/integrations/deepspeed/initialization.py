@@ -4,7 +4,8 @@
     2. DeepSpeed builds the engine, exactly as without us
     3. all ranks compare their sections, and stop together if they differ
     4. the linears that the engine will really run become FP4 linears, in place
-    5. all ranks compare what they converted; `engine.fp4` is the activation
+    5. the engine's methods that reduce gradients get an FP8 reducer
+    6. all ranks compare what they converted; `engine.fp4` is the activation
 
 Conversion comes after the engine because AutoTP replaces modules while it is built and would throw
 FP4 linears away without a word; and because a call that DeepSpeed refuses leaves the model alone.
@@ -29,6 +30,7 @@ from fp4_plugin.integrations.deepspeed.agreement import (
     groups_of,
     require_agreement,
 )
+from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts, resolve_config
 from fp4_plugin.integrations.deepspeed.engine import attach, require_seams
 
@@ -72,7 +74,8 @@ def initialize_with_fp4(
     groups = groups_of(arguments.get("mpu"))
     require_agreement({} if config is None else {"fp4": config.resolved()}, groups=groups)
     if config is not None and config.enabled:
-        attach(result[0], _convert_on_all_ranks(result[0], config, groups), groups)
+        activation, communication = _prepare_on_all_ranks(result[0], config, groups)
+        attach(result[0], activation, communication, groups)
     elif config is not None:
         _say('fp4: "enabled" is false: the model is left as it is')
     return result
@@ -84,17 +87,23 @@ def _fp4_config(ds_config: Mapping[str, Any] | None) -> Fp4Config | None:
     if ds_config is None or section is None:
         return None
     config = parse_section(section)
-    if config.enabled:
-        refuse_conflicts(ds_config)
+    refuse_conflicts(ds_config, config)
     return config
 
 
-def _convert_on_all_ranks(engine: Any, config: Fp4Config, groups: Groups) -> Activation:
-    """Convert `engine.module`; where one rank cannot, all raise the same error."""
+def _prepare_on_all_ranks(
+    engine: Any, config: Fp4Config, groups: Groups
+) -> tuple[Activation, EngineCommunication | None]:
+    """Convert `engine.module`, prepare reductions; where one rank cannot, all raise one error."""
     activation: Activation | None = None
+    communication: EngineCommunication | None = None
     problem: Fp4Error | None = None
     try:
         activation = _convert(engine, config)
+        spec = config.communication_spec
+        if spec is not None:
+            communication = EngineCommunication(engine, spec, groups)
+            activation.communication = communication
     except Fp4Error as error:
         problem = error
     except Exception as error:
@@ -107,7 +116,7 @@ def _convert_on_all_ranks(engine: Any, config: Fp4Config, groups: Groups) -> Act
     assert activation is not None
     _compare_layers(engine, activation, groups)
     _say(activation.banner())
-    return activation
+    return activation, communication
 
 
 def _convert(engine: Any, config: Fp4Config) -> Activation:

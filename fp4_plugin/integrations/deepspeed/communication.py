@@ -1,0 +1,183 @@
+"""The FP8 gradient communication of one engine over its life: steps, logs, checkpoints, proof."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fp4_plugin.comm.error_feedback import ErrorFeedback
+from fp4_plugin.comm.spec import CommunicationSpec
+from fp4_plugin.comm.transport import members_of
+from fp4_plugin.errors import MismatchError, NotRunYet
+from fp4_plugin.integrations.deepspeed.agreement import Groups, gather
+from fp4_plugin.integrations.deepspeed.gradients import reduce_gradients_in_fp8
+from fp4_plugin.integrations.deepspeed.reduction_scope import exact_reductions
+
+__all__ = ["EngineCommunication"]
+
+logger = logging.getLogger("fp4_plugin")
+
+# Fractions cost a pass over the gradients: counted in every so many-th step, and the first.
+_SAMPLING_INTERVAL = 10
+_FEEDBACK_FILE = "fp4_error_feedback_rank_{rank:05d}.safetensors"
+
+
+class EngineCommunication:
+    """Makes `engine` reduce its gradients in FP8 and keeps account of it.
+
+    Raises UnsupportedError that names what this DeepSpeed version lacks.
+    """
+
+    def __init__(self, engine: Any, spec: CommunicationSpec, groups: Groups) -> None:
+        # Weakly: the engine's module is the key of a registry that leads here.
+        self._engine_ref = weakref.ref(engine)
+        self._spec = spec
+        self._groups = groups
+        self._num_ranks = max(engine.dp_world_size, engine.seq_dp_world_size)
+        self._reducer = reduce_gradients_in_fp8(engine, spec)
+        self._skipped_steps = engine.skipped_steps
+        self._written_bytes = 0
+        self._non_finite: dict[int, list[Any]] = {}
+
+    @property
+    def _engine(self) -> Any:
+        engine = self._engine_ref()
+        if engine is None:
+            raise NotRunYet("the engine whose gradients were reduced no longer exists")
+        return engine
+
+    def verify(self) -> None:
+        """Raise MismatchError if a step has been made and its gradients were not reduced in FP8."""
+        traffic = self._reducer.traffic
+        if self._num_ranks == 1 or traffic.calls or traffic.exact_calls:
+            return
+        others = ", ".join(exact_reductions()) or "none"
+        raise MismatchError(
+            f'"gradient_communication" was asked for, but in the first step no gradient of the '
+            f"{self._num_ranks} data-parallel ranks went through it. An optimizer or engine that "
+            f"reduces gradients in its own way cannot be served; other reductions seen: {others}"
+        )
+
+    def after_step(self) -> None:
+        """To be called once an optimizer step is over, also if it was skipped."""
+        engine, traffic = self._engine, self._reducer.traffic
+        skipped = engine.skipped_steps > self._skipped_steps
+        self._skipped_steps = engine.skipped_steps
+        self._report_non_finite(skipped)
+        if skipped and self._reducer.feedback is not None:
+            self._reducer.feedback.reset()
+        if self._reducer.factor is not None and self._num_ranks > 1:
+            self._reducer.factor.step(members_of(engine.seq_data_parallel_group))
+        self._write_monitor()
+        traffic.sampling = engine.global_steps % _SAMPLING_INTERVAL == 0
+
+    def report(self) -> dict[str, Any]:
+        """The entry of the manifest; counts are those of this rank."""
+        state = "active" if self._num_ranks > 1 else "idle: one data-parallel rank, nothing to send"
+        factor = self._reducer.factor
+        return {
+            "state": state,
+            "asked": self._spec.describe(),
+            **self._reducer.traffic.report(),
+            "non_finite_of_other_ranks": self._non_finite,
+            "exact_float_sums": exact_reductions(),
+            **({} if factor is None else {"automatic_factor": factor.value}),
+        }
+
+    def exchange_reports(self) -> None:
+        """Let rank 0 know what was not finite elsewhere; all ranks call this together."""
+        import torch.distributed as dist
+
+        found = gather(self._reducer.traffic.report()["non_finite"], self._groups)
+        self._non_finite = {
+            rank: events for rank, events in found.items() if events and rank != dist.get_rank()
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's error feedback to `folder`, if the mode is on."""
+        feedback = self._reducer.feedback
+        if feedback is None:
+            return
+        from safetensors.torch import save_file
+
+        path = self._feedback_path(folder)
+        aside = path.with_name(path.name + ".tmp")
+        residuals = {name: one.cpu() for name, one in feedback.residuals.items()}
+        save_file(residuals, aside, metadata={"ranks": str(self._num_ranks)})
+        aside.replace(path)
+
+    def load(self, folder: Path) -> None:
+        """Take error feedback back from `folder`; without a file that fits, start without it."""
+        feedback = self._reducer.feedback
+        if feedback is None:
+            return
+        problem = self._load(feedback, self._feedback_path(folder))
+        if problem is not None:
+            feedback.reset()
+            logger.warning("fp4: error feedback starts from zero: %s", problem)
+
+    def _load(self, feedback: ErrorFeedback, path: Path) -> str | None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                saved_ranks = (file.metadata() or {}).get("ranks")
+                if saved_ranks != str(self._num_ranks):
+                    return f"{path} was saved by {saved_ranks} ranks, these are {self._num_ranks}"
+                feedback.load({key: file.get_tensor(key) for key in file.keys()}, self._device())
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            return f"cannot use {path}: {error}"
+        return None
+
+    def _device(self) -> Any:
+        return next(self._engine.module.parameters()).device
+
+    def _feedback_path(self, folder: Path) -> Path:
+        return folder / _FEEDBACK_FILE.format(rank=self._engine.global_rank)
+
+    def _report_non_finite(self, skipped: bool) -> None:
+        """Name the parameters whose gradients were not finite before they were sent."""
+        traffic = self._reducer.traffic
+        if self._device().type != "cpu" and not skipped and self._norm_is_finite():
+            traffic.forget()  # asking the device in every step would cost more than it tells
+            return
+        for event in traffic.settle():
+            logger.warning(
+                "fp4: rank %d: step %d: %d gradient blocks are not finite, in %s",
+                self._engine.global_rank,
+                self._engine.global_steps,
+                event.blocks,
+                ", ".join(event.parameters[:8]) or "parameters unknown",
+            )
+
+    def _norm_is_finite(self) -> bool:
+        norm = self._engine.get_global_grad_norm()
+        return norm is None or math.isfinite(float(norm))
+
+    def _write_monitor(self) -> None:
+        """Wire bytes of this step, and the fractions when they were counted, on rank 0."""
+        engine, traffic = self._engine, self._reducer.traffic
+        if engine.global_rank != 0 or not engine.monitor.enabled or not traffic.calls:
+            return
+        values: Mapping[str, float | None] = {
+            "wire_bytes": traffic.wire_bytes - self._written_bytes,
+            "wire_ratio_to_bf16": traffic.wire_bytes / traffic.bf16_bytes,
+            "non_finite_blocks": traffic.non_finite_blocks,
+            **(
+                {f"{k}_fraction": v for k, v in traffic.fractions().items()}
+                if traffic.sampling
+                else {}
+            ),
+        }
+        self._written_bytes = traffic.wire_bytes
+        engine.monitor.write_events(
+            [
+                (f"Train/Samples/fp4_gradient_{name}", value, engine.global_samples)
+                for name, value in values.items()
+                if value is not None
+            ]
+        )

@@ -1,0 +1,247 @@
+"""Which of DeepSpeed's collectives reduce gradients, and of which engine.
+
+DeepSpeed calls the same few functions for gradients, norms, overflow flags and activations, from
+every engine of a process. What tells them apart is who calls: an engine that asks for FP8 gradients
+enters a scope in its reducing methods (gradients.py). The functions replaced here look for a scope;
+without one they pass the call on.
+
+    deepspeed.comm.comm.cdb.all_reduce, .reduce, .reduce_scatter_tensor    every stage
+    deepspeed.runtime.zero.stage3.reduce_scatter_coalesced                 ZeRO-3
+
+The last one is replaced as a whole because it pads with uninitialised memory, which would decide
+about the scale of the block it falls into.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fp4_plugin.comm.reducer import Describe, GradientReducer
+from fp4_plugin.comm.shares import segments_within
+from fp4_plugin.integrations.patching import Patch, patch_function
+
+__all__ = ["Scope", "exact_reductions", "install", "reducing", "uninstall"]
+
+# (elements, ranks of the group that keep the sum) of the runs of a bucket.
+Owners = Sequence[tuple[int, Sequence[int]]]
+
+_current = threading.local()  # autograd calls hooks from threads of its own
+_patches: list[Patch] = []
+# Sums of float tensors outside any scope: "all_reduce in <function>" -> elements. They are exact.
+_exact: Counter[str] = Counter()
+_MIN_COUNTED = 2048
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The gradients of one engine are being reduced.
+
+    owners: who keeps the sum, where only these ranks need it. describe: which parameters.
+    """
+
+    reducer: GradientReducer
+    min_numel: int
+    owners: Owners | None = None
+    describe: Describe | None = None
+
+    def accepts(self, numel: int, dtype: torch.dtype, op: Any, group: Any) -> bool:
+        """Whether to reduce in FP8; what is too small is counted as exact."""
+        from deepspeed import comm as dist
+
+        if not (dtype.is_floating_point and _is_sum(op)) or dist.get_world_size(group=group) == 1:
+            return False
+        if numel < self.min_numel:
+            self.reducer.traffic.exact_calls["smaller than min_numel"] += 1
+            return False
+        return True
+
+
+@contextmanager
+def reducing(
+    reducer: GradientReducer,
+    min_numel: int,
+    owners: Owners | None = None,
+    describe: Describe | None = None,
+) -> Iterator[None]:
+    """Inside, reductions of this thread are gradients for `reducer`.
+
+    A method that calls another one that enters again keeps what it knew.
+    """
+    outer: Scope | None = getattr(_current, "scope", None)
+    scope = Scope(reducer, min_numel, owners, describe)
+    if outer is not None and outer.reducer is reducer:
+        scope = replace(scope, owners=owners or outer.owners, describe=outer.describe or describe)
+    _current.scope = scope
+    try:
+        yield
+    finally:
+        _current.scope = outer
+
+
+def install() -> None:
+    """Put the functions of this module in place, once per process and backend object.
+
+    Raises UnsupportedError that names the symbol if this DeepSpeed lacks one.
+    """
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import stage3
+
+    for owner, name, around in (
+        (comm.cdb, "all_reduce", _all_reduce),
+        (comm.cdb, "reduce", _reduce),
+        (comm.cdb, "reduce_scatter_tensor", _reduce_scatter),
+        (stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),
+    ):
+        patch = patch_function(owner, name, around)
+        if patch not in _patches:
+            _patches.append(patch)
+
+
+def uninstall() -> None:
+    """Give DeepSpeed its own functions back."""
+    while _patches:
+        _patches.pop().undo()
+
+
+def exact_reductions() -> dict[str, int]:
+    """Elements of float sums that no engine claimed as gradients, by function that asked."""
+    return dict(_exact)
+
+
+# DeepSpeed's decorators hide the signatures: these are its own, in all versions since 0.14.
+_ALL_REDUCE = ("tensor", "op", "group", "async_op")
+_REDUCE = ("tensor", "dst", "op", "group", "async_op")
+_REDUCE_SCATTER = ("output_tensor", "input_tensor", "op", "group", "async_op")
+
+
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {"op": None, "group": None, "async_op": False, **given}
+
+
+def _all_reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = _bind(_ALL_REDUCE, args, kwargs)
+    scope = _scope_for("all_reduce", call["tensor"], call)
+    if scope is None:
+        return original(*args, **kwargs)
+    tensor, group, describe = call["tensor"], call["group"], scope.describe
+    if scope.owners is not None:
+        scope.reducer.reduce_to_owners(tensor, scope.owners, group, describe=describe)
+        return None
+    return scope.reducer.all_reduce(tensor, group, async_op=call["async_op"], describe=describe)
+
+
+def _reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = _bind(_REDUCE, args, kwargs)
+    scope = _scope_for("reduce", call["tensor"], call)
+    if scope is None:
+        return original(*args, **kwargs)
+    return scope.reducer.reduce(
+        call["tensor"],
+        call["dst"],
+        call["group"],
+        async_op=call["async_op"],
+        describe=scope.describe,
+    )
+
+
+def _reduce_scatter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = _bind(_REDUCE_SCATTER, args, kwargs)
+    scope = _scope_for("reduce_scatter", call["input_tensor"], call)
+    if scope is None:
+        return original(*args, **kwargs)
+    return scope.reducer.reduce_scatter(
+        call["output_tensor"], call["input_tensor"], call["group"], async_op=call["async_op"]
+    )
+
+
+def _scope_for(name: str, tensor: torch.Tensor, call: Mapping[str, Any]) -> Scope | None:
+    """The scope whose reducer takes this call; None if DeepSpeed is to make it itself."""
+    scope: Scope | None = getattr(_current, "scope", None)
+    if scope is None:
+        _count_exact(name, tensor, call["op"])
+    elif scope.accepts(tensor.numel(), tensor.dtype, call["op"], call["group"]):
+        return scope
+    return None
+
+
+def _reduce_scatter_coalesced(
+    original: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any = None
+) -> list[torch.Tensor]:
+    """For each tensor this rank's part of the mean over the group.
+
+    The part of rank r are the elements from r * ceil(numel / ranks), as many or as are left.
+    """
+    from deepspeed import comm as dist
+
+    scope: Scope | None = getattr(_current, "scope", None)
+    numel = sum(tensor.numel() for tensor in tensors)
+    if scope is None or not scope.accepts(numel, tensors[0].dtype, None, group):
+        return original(tensors, group)
+    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    bounds = [_partition_bounds(tensor.numel(), size) for tensor in tensors]
+    flats = [tensor.reshape(-1) for tensor in tensors]
+    shares = [
+        [flat[slice(*of_tensor[owner])] for flat, of_tensor in zip(flats, bounds, strict=True)]
+        for owner in range(size)
+    ]
+    sizes = [len(part) for part in shares[rank]]
+    output = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+    describe = scope.describe
+
+    def describe_shares() -> list[Any]:
+        ends = [0]
+        for flat in flats:
+            ends.append(ends[-1] + len(flat))
+        segments = [] if describe is None else describe()
+        return [
+            segments_within(
+                segments,
+                [
+                    (start + of_tensor[owner][0], start + of_tensor[owner][1])
+                    for start, of_tensor in zip(ends, bounds, strict=False)
+                ],
+            )
+            for owner in range(size)
+        ]
+
+    scope.reducer.reduce_scatter_v(
+        [output], shares, group, scale=1.0 / size, describe=describe_shares
+    )
+    return list(output.split(sizes))
+
+
+def _partition_bounds(numel: int, size: int) -> list[tuple[int, int]]:
+    chunk = math.ceil(numel / size)
+    return [(min(r * chunk, numel), min((r + 1) * chunk, numel)) for r in range(size)]
+
+
+def _is_sum(op: Any) -> bool:
+    """Both DeepSpeed's and torch's enumerations spell it so; None stands for their default."""
+    return op is None or getattr(op, "name", None) == "SUM"
+
+
+def _count_exact(name: str, tensor: torch.Tensor, op: Any) -> None:
+    if tensor.is_floating_point() and _is_sum(op) and tensor.numel() >= _MIN_COUNTED:
+        _exact[f"{name} in {_caller()}"] += tensor.numel()
+
+
+def _caller() -> str:
+    """The first function up the stack that is no part of a communication module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("deepspeed.comm", "deepspeed.utils", "fp4_plugin", "torch.")):
+            return f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown function"
