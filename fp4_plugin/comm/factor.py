@@ -58,10 +58,14 @@ class AutomaticFactor:
 
     def step(self, members: Members) -> None:
         """Adapt mu, the same way on all members; once per optimizer step."""
-        if self._mu is None or self._saturated is None or self._elements == 0:
+        if self._mu is None:
             return
-        share = self._saturated.to(torch.float32) / self._elements
+        # A rank that owns everything has sent nothing, but the others wait for its word.
+        share = torch.full_like(self._mu, -1.0)
+        if self._saturated is not None:
+            share = self._saturated.to(torch.float32) / self._elements
         all_reduce_exactly(share, members, "MAX")
         grown = self._mu * 2.0 ** (1.0 / GROWTH_STEPS)
-        self._mu = torch.where(share > SATURATION_LIMIT, self._mu / 2, grown)
+        adapted = torch.where(share > SATURATION_LIMIT, self._mu / 2, grown)
+        self._mu = torch.where(share < 0, self._mu, adapted)
         self._saturated, self._elements = None, 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +23,17 @@ import torch
 from fp4_plugin.comm.codec import BlockCodec
 from fp4_plugin.comm.error_feedback import ErrorFeedback
 from fp4_plugin.comm.factor import AutomaticFactor
+from fp4_plugin.comm.pending import Pending, finished_or_pending
 from fp4_plugin.comm.shares import (
+    Ranges,
     Segment,
+    Shares,
+    copy_scaled,
     even_shares,
+    joined,
     num_elements,
     owned_ranges,
+    require_fitting,
     require_reducible,
     segments_within,
     store,
@@ -49,37 +56,20 @@ __all__ = ["GradientReducer", "Pending"]
 # What a buffer holds, in order; per destination rank for shares. Asked only where it is needed.
 Describe = Callable[[], Sequence[Segment]]
 DescribeShares = Callable[[], Sequence[Sequence[Segment]]]
-# Per destination rank, the pieces that are sent there one after the other.
-Shares = Sequence[Sequence[torch.Tensor]]
-
-
-class Pending:
-    """A reduction under way. Like a `torch.distributed.Work`: the result is there after `wait`."""
-
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
-
-    def wait(self) -> bool:
-        """Complete the reduction on the current stream; further calls do nothing."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with torch.no_grad():
-                finish()
-        return True
 
 
 @dataclass
 class _Exchange:
     """The all-to-all of one reduction: from every other rank a message about this rank's share.
 
-    own: this rank's own values of it, 1-D.
+    own: this rank's own values of it, 1-D. buffers: to give back when the sum is made.
     """
 
     members: Members
     own: torch.Tensor
     slot: int
-    sent: torch.Tensor
     received: torch.Tensor
+    buffers: Sequence[torch.Tensor]
     sent_bytes: int
     work: Any
 
@@ -87,8 +77,9 @@ class _Exchange:
 class GradientReducer:
     """Reduces gradients over process groups, and counts what that took.
 
-    codec: how blocks are written. factor, feedback: optional modes, see their classes. `traffic`
-    counts calls, bytes and losses.
+    codec: how blocks are written. factor, feedback: optional modes, see their classes; feedback
+    acts where `describe` says which parameters a tensor holds. `traffic` counts calls, bytes and
+    losses.
 
     The methods take contiguous float32, bfloat16 or float16 tensors, of equal sizes on all ranks,
     and add up; nobody divides. An empty tensor, or a group of one rank, is left as it is and
@@ -123,12 +114,12 @@ class GradientReducer:
         """Sum `tensor` over the group, in place: the same bits on every rank."""
         members, flat = members_of(group), require_reducible(tensor)
         if _is_idle(len(flat), members):
-            return _pending(async_op)
+            return finished_or_pending(async_op)
         ranges = even_shares(len(flat), members.size)
         exchange = self._exchange_flat(flat, ranges, members, describe)
         slot = self.codec.slot_bytes(num_elements(ranges[0]))
         gathered = self._workspace.take(members.size * slot, flat.device)
-        slots = gathered[: members.size * slot].view(members.size, slot)
+        slots = gathered.view(members.size, slot)
         self._encode_sum(exchange, slots[members.rank])
         work = all_gather(slots.view(-1), members, async_op)
         sent_bytes = exchange.sent_bytes + slot * (members.size - 1)
@@ -140,7 +131,7 @@ class GradientReducer:
                 self._decode(message, pieces)
             self._workspace.give_back(gathered)
 
-        return _pending(async_op, finish)
+        return finished_or_pending(async_op, finish)
 
     @torch.no_grad()
     def reduce(
@@ -160,31 +151,30 @@ class GradientReducer:
         members, flat = members_of(group), require_reducible(tensor)
         root = members.index_of(dst)
         if _is_idle(len(flat), members):
-            return _pending(async_op)
+            return finished_or_pending(async_op)
         ranges = even_shares(len(flat), members.size)
         exchange = self._exchange_flat(flat, ranges, members, describe)
         slots = [self.codec.slot_bytes(num_elements(one)) for one in ranges]
         is_root = members.rank == root
-        mine = self._workspace.take(slots[members.rank], flat.device)[: slots[members.rank]]
+        mine = self._workspace.take(slots[members.rank], flat.device)
         self._encode_sum(exchange, mine)
-        total = sum(slots) if is_root else 0
-        returned = self._workspace.take(total, flat.device)
+        returned = self._workspace.take(sum(slots) if is_root else 0, flat.device)
         sent_splits = [slots[members.rank] if r == root else 0 for r in range(members.size)]
         received_splits = slots if is_root else [0] * members.size
-        work = all_to_all(returned[:total], mine, received_splits, sent_splits, members, async_op)
+        work = all_to_all(returned, mine, received_splits, sent_splits, members, async_op)
         sent_bytes = exchange.sent_bytes + (0 if is_root else slots[members.rank])
         self._count("reduce", len(flat), sent_bytes, members)
 
         def finish() -> None:
             finish_work(work, "all-to-all", members)
             if is_root:
-                messages = returned[:total].split(slots)
+                messages = returned.split(slots)
                 for message, pieces in zip(messages, views(flat, ranges), strict=True):
                     self._decode(message, pieces)
             self._workspace.give_back(mine)
             self._workspace.give_back(returned)
 
-        return _pending(async_op, finish)
+        return finished_or_pending(async_op, finish)
 
     def reduce_scatter(
         self,
@@ -210,11 +200,7 @@ class GradientReducer:
         ranges = [[(rank * share, (rank + 1) * share)] for rank in range(members.size)]
         describe_shares = None if describe is None else _within(describe, ranges)
         return self.reduce_scatter_v(
-            [output],
-            views(flat, ranges),
-            group,
-            async_op=async_op,
-            describe=describe_shares,
+            [output], views(flat, ranges), group, async_op=async_op, describe=describe_shares
         )
 
     @torch.no_grad()
@@ -237,15 +223,17 @@ class GradientReducer:
         members = members_of(group)
         flat_shares = [[require_reducible(one) for one in share] for share in shares]
         flat_outputs = [require_reducible(one) for one in outputs]
-        self._check_shares(flat_outputs, flat_shares, members)
+        require_fitting(flat_outputs, flat_shares, members.size, members.rank)
         numel = sum(len(one) for share in flat_shares for one in share)
         if members.size == 1:
-            _copy(flat_shares[0], flat_outputs, scale)
+            copy_scaled(flat_shares[0], flat_outputs, scale)
         if _is_idle(numel, members):
-            return _pending(async_op)
+            return finished_or_pending(async_op)
         exchange = self._exchange(flat_shares, members, describe, async_op)
         self._count("reduce_scatter", numel, exchange.sent_bytes, members)
-        return _pending(async_op, lambda: self._finish_scatter(exchange, flat_outputs, scale))
+        return finished_or_pending(
+            async_op, lambda: self._finish_scatter(exchange, flat_outputs, scale)
+        )
 
     @torch.no_grad()
     def reduce_to_owners(
@@ -263,14 +251,16 @@ class GradientReducer:
         half the bytes travel, and nothing is rounded twice.
         """
         members, flat = members_of(group), require_reducible(tensor)
-        if sum(numel for numel, _ in owners) != len(flat):
+        owned = sum(numel for numel, _ in owners)
+        if owned != len(flat):
             raise CommunicationError(
-                f"the owned runs have {sum(numel for numel, _ in owners)} elements, the tensor "
-                f"{len(flat)}"
+                f"the owned runs have {owned} elements, the tensor {len(flat)}"
             )
         if _is_idle(len(flat), members):
             return
         ranges = owned_ranges(owners, members.size)
+        if not any(ranges):
+            return
         exchange = self._exchange_flat(flat, ranges, members, describe)
         # What DeepSpeed, for one, does in its place is an all-reduce.
         self._count("reduce_to_owners", len(flat), exchange.sent_bytes, members, trips=2)
@@ -279,23 +269,13 @@ class GradientReducer:
     def _exchange_flat(
         self,
         flat: torch.Tensor,
-        ranges: Sequence[Sequence[tuple[int, int]]],
+        ranges: Sequence[Ranges],
         members: Members,
         describe: Describe | None,
     ) -> _Exchange:
-        """The exchange of parts of one buffer, with error feedback where that is on."""
+        """The exchange of parts of one buffer."""
         segments = None if describe is None else _within(describe, ranges)
-        if self.feedback is None or describe is None:
-            return self._exchange(views(flat, ranges), members, segments)
-        held = describe()
-        corrected = self.feedback.corrected(flat, held)
-        shares = views(corrected, ranges)
-        exchange = self._exchange(shares, members, segments, keep_residual=True)
-        exchange.own = exchange.own.clone()
-        for piece in shares[members.rank]:
-            piece.zero_()  # nothing is lost of what is not sent
-        self.feedback.keep(corrected, held)
-        return exchange
+        return self._exchange(views(flat, ranges), members, segments)
 
     def _exchange(
         self,
@@ -303,33 +283,42 @@ class GradientReducer:
         members: Members,
         describe: DescribeShares | None,
         async_op: bool = False,
-        keep_residual: bool = False,
     ) -> _Exchange:
         device = next(one.device for share in shares for one in share)
         require_same_codec(self.codec, members, device)
+        describe = None if describe is None else cache(describe)
+        shares = self._corrected(shares, describe)
         amax = None if self.factor is None else self.factor.shared_amax(shares, members)
-        sizes = [sum(len(one) for one in share) for share in shares]
-        slot = self.codec.slot_bytes(sizes[members.rank])
-        sent_splits = [self.codec.slot_bytes(size) for size in sizes]
-        received_splits = [slot] * members.size
-        sent_splits[members.rank] = received_splits[members.rank] = 0
-        sent = self._workspace.take(sum(sent_splits), device)
-        messages = sent[: sum(sent_splits)].split(sent_splits)
-        for owner, (message, share) in enumerate(zip(messages, shares, strict=True)):
+        splits = [self.codec.slot_bytes(sum(len(one) for one in share)) for share in shares]
+        slot, splits[members.rank] = splits[members.rank], 0
+        sent = self._workspace.take(sum(splits), device)
+        for owner, message in enumerate(sent.split(splits)):
             if owner != members.rank:
-                self._encode(share, message, amax, _nth(describe, owner), keep_residual)
-        own = _joined(shares[members.rank], device)
-        self.traffic.watch_own(own, self.codec.block_size, _nth(describe, members.rank))
+                self._encode(shares[owner], message, amax, _nth(describe, owner))
+        own = joined(shares[members.rank], device)
+        own_segments = _nth(describe, members.rank)
+        self.traffic.watch_own(own, self.codec.block_size, own_segments)
+        if self.feedback is not None:
+            self.feedback.keep(torch.zeros_like(own, dtype=torch.float32), own_segments())
+        received_splits = [slot if rank != members.rank else 0 for rank in range(members.size)]
         received = self._workspace.take(sum(received_splits), device)
-        work = all_to_all(
-            received[: sum(received_splits)],
-            sent[: sum(sent_splits)],
-            received_splits,
-            sent_splits,
-            members,
-            async_op,
-        )
-        return _Exchange(members, own, slot, sent, received, sum(sent_splits), work)
+        work = all_to_all(received, sent, received_splits, splits, members, async_op)
+        buffers = [received]
+        if async_op:
+            buffers.append(sent)
+        else:
+            self._workspace.give_back(sent)
+        return _Exchange(members, own, slot, received, buffers, sum(splits), work)
+
+    def _corrected(self, shares: Shares, describe: DescribeShares | None) -> Shares:
+        """The shares as float32 copies with what was lost last time, where feedback is on."""
+        if self.feedback is None or describe is None:
+            return shares
+        device = next(one.device for share in shares for one in share)
+        return [
+            [self.feedback.corrected(joined(share, device), segments)]
+            for share, segments in zip(shares, describe(), strict=True)
+        ]
 
     def _encode(
         self,
@@ -337,21 +326,19 @@ class GradientReducer:
         message: torch.Tensor,
         amax: torch.Tensor | None,
         describe: Describe,
-        keep_residual: bool,
     ) -> None:
-        """Write one message; with `keep_residual` the pieces become what the message lost."""
-        values = _joined(pieces, message.device)
+        """Write one message, and remember what it lost if there is error feedback."""
+        values = joined(pieces, message.device)
         if len(values) == 0:
             return
         message = message[: self.codec.num_bytes(len(values))]
         parts = self.codec.encode(values, message, amax)
         self.traffic.sample(values, parts, amax)
-        self.traffic.watch(parts, self.codec.block_size, describe)
+        self.traffic.watch(values, parts.scale_inv.isnan(), self.codec.block_size, describe)
         if self.factor is not None:
             self.factor.observe(values, amax)
-        if keep_residual:
-            residual = values - self.codec.decode(message, len(values))
-            store(pieces, 0, residual)
+        if self.feedback is not None:
+            self.feedback.keep(values - self.codec.decode(message, len(values)), describe())
 
     def _encode_sum(self, exchange: _Exchange, message: torch.Tensor) -> None:
         """Sum this rank's share and write it into `message`; the exchange's buffers are free."""
@@ -378,14 +365,11 @@ class GradientReducer:
 
     def _terms(self, exchange: _Exchange) -> list[torch.Tensor]:
         """What adds up to this rank's share, in rank order."""
-        size, slot, members = (
-            self.codec.num_bytes(len(exchange.own)),
-            exchange.slot,
-            exchange.members,
-        )
-        messages = exchange.received[: (members.size - 1) * slot].view(members.size - 1, slot)
-        terms = [message[:size] for message in messages.unbind()]
-        return [*terms[: members.rank], exchange.own, *terms[members.rank :]]
+        size, others = self.codec.num_bytes(len(exchange.own)), exchange.members.size - 1
+        messages = exchange.received.view(others, exchange.slot).unbind()
+        terms = [message[:size] for message in messages]
+        rank = exchange.members.rank
+        return [*terms[:rank], exchange.own, *terms[rank:]]
 
     def _decode(self, message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         numel = sum(len(piece) for piece in pieces)
@@ -393,22 +377,8 @@ class GradientReducer:
         self.codec.sum([message], numel, lambda start, values: store(pieces, start, values))
 
     def _give_back(self, exchange: _Exchange) -> None:
-        self._workspace.give_back(exchange.sent)
-        self._workspace.give_back(exchange.received)
-
-    def _check_shares(
-        self, outputs: Sequence[torch.Tensor], shares: Shares, members: Members
-    ) -> None:
-        if len(shares) != members.size:
-            raise CommunicationError(
-                f"there are {len(shares)} shares for the {members.size} ranks of the group"
-            )
-        own = [len(one) for one in shares[members.rank]]
-        if sum(own) != sum(len(one) for one in outputs):
-            raise CommunicationError(
-                f"outputs of {[len(one) for one in outputs]} elements do not fit this rank's "
-                f"share of {own}"
-            )
+        for buffer in exchange.buffers:
+            self._workspace.give_back(buffer)
 
     def _count(
         self, op: str, numel: int, sent_bytes: int, members: Members, trips: int = 1
@@ -422,30 +392,8 @@ def _is_idle(numel: int, members: Members) -> bool:
     return numel == 0 or members.size == 1
 
 
-def _copy(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float) -> None:
-    start = 0
-    for source in sources:
-        store(outputs, start, source if scale == 1 else source * scale)
-        start += len(source)
-
-
-def _pending(async_op: bool, finish: Callable[[], None] | None = None) -> Pending | None:
-    pending = Pending(finish)
-    if async_op:
-        return pending
-    pending.wait()
-    return None
-
-
-def _within(describe: Describe, ranges: Sequence[Sequence[tuple[int, int]]]) -> DescribeShares:
+def _within(describe: Describe, ranges: Sequence[Ranges]) -> DescribeShares:
     return lambda: [segments_within(describe(), one) for one in ranges]
-
-
-def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The pieces as one tensor; a single one is not copied."""
-    if not pieces:
-        return torch.empty(0, device=device)
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
 
 
 def _nth(describe: DescribeShares | None, index: int) -> Describe:

@@ -10,10 +10,15 @@ from fp4_plugin.comm.traffic import Segment
 from fp4_plugin.errors import CommunicationError
 
 __all__ = [
+    "Ranges",
     "Segment",
+    "Shares",
+    "copy_scaled",
     "even_shares",
+    "joined",
     "num_elements",
     "owned_ranges",
+    "require_fitting",
     "require_reducible",
     "segments_within",
     "store",
@@ -22,6 +27,8 @@ __all__ = [
 
 # Half-open ranges of a flat buffer.
 Ranges = Sequence[tuple[int, int]]
+# Per destination rank, the pieces that are sent there one after the other.
+Shares = Sequence[Sequence[torch.Tensor]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Even shares start at multiples of this many elements, for aligned loads.
@@ -46,6 +53,20 @@ def require_reducible(tensor: torch.Tensor) -> torch.Tensor:
             "it; pass a .clone()"
         )
     return tensor.detach().view(-1)
+
+
+def require_fitting(outputs: Sequence[torch.Tensor], shares: Shares, size: int, rank: int) -> None:
+    """CommunicationError unless there is a share per rank and `outputs` hold that of `rank`."""
+    if len(shares) != size:
+        raise CommunicationError(
+            f"there are {len(shares)} shares for the {size} ranks of the group"
+        )
+    own = [len(one) for one in shares[rank]]
+    if sum(own) != sum(len(one) for one in outputs):
+        raise CommunicationError(
+            f"outputs of {[len(one) for one in outputs]} elements do not fit this rank's "
+            f"share of {own}"
+        )
 
 
 def even_shares(numel: int, size: int) -> list[list[tuple[int, int]]]:
@@ -91,6 +112,23 @@ def store(pieces: Sequence[torch.Tensor], start: int, values: torch.Tensor) -> N
         if low < high:
             piece[low - begin : high - begin].copy_(values[low - start : high - start])
         begin = end
+
+
+def joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The pieces as one tensor; a single one is not copied."""
+    if not pieces:
+        return torch.empty(0, device=device)
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
+
+
+def copy_scaled(
+    sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+) -> None:
+    """Copy `sources` times `scale` to `outputs`, both seen as one sequence of elements."""
+    start = 0
+    for source in sources:
+        store(outputs, start, source if scale == 1 else source * scale)
+        start += len(source)
 
 
 def segments_within(segments: Sequence[Segment], ranges: Ranges) -> list[Segment]:

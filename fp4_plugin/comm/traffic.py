@@ -20,8 +20,9 @@ __all__ = ["NonFinite", "Segment", "Traffic"]
 
 _BF16_BYTES = 2
 _MAGNITUDE_BITS = 0x7F
-# Events kept for the manifest; the counts go on.
+# Events kept for the manifest, and messages until `settle`; the counts go on.
 _MOST_EVENTS = 32
+_MOST_PENDING = 4096
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,15 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class _Pending:
-    """What is known of a message until its scales have been looked at."""
+    """What is known of a message until its scales have been looked at.
+
+    bad: positions of the elements that are not finite, or None where only the blocks are known.
+    """
 
     is_nan: torch.Tensor
     block_size: int
     segments: tuple[Segment, ...]
+    bad: torch.Tensor | None
 
 
 class Traffic:
@@ -64,6 +69,7 @@ class Traffic:
         self._sampled_elements = 0
         self._counts: torch.Tensor | None = None  # saturated, underflowed
         self._pending: list[_Pending] = []
+        self._unnamed: torch.Tensor | None = None  # blocks that fell out of the list above
         self._events: list[NonFinite] = []
 
     def count_call(self, op: str, elements: int, wire_bytes: int, bf16_elements: float) -> None:
@@ -87,17 +93,28 @@ class Traffic:
         self._sampled_elements += values.numel()
 
     def watch(
-        self, parts: MessageParts, block_size: int, segments: Callable[[], Sequence[Segment]]
+        self,
+        values: torch.Tensor,
+        is_nan: torch.Tensor,
+        block_size: int,
+        segments: Callable[[], Sequence[Segment]],
     ) -> None:
-        """Remember the blocks of an own message that are not finite.
+        """Remember the blocks of `values` (1-D) that are not finite; `is_nan` has a flag for each.
 
-        segments: called for what the message holds, now or never: buffers will have changed later.
-        On a CPU a message without such blocks is forgotten at once.
+        segments: called for what `values` holds, now or never: buffers will have changed later. On
+        a CPU values without such blocks are forgotten at once, and parameters that share a block
+        are told apart.
         """
-        is_nan = parts.scale_inv.isnan()
-        if is_nan.device.type == "cpu" and not is_nan.any():
-            return
-        self._pending.append(_Pending(is_nan, block_size, tuple(segments())))
+        bad = None
+        if is_nan.device.type == "cpu":
+            if not is_nan.any():
+                return
+            bad = (~values.isfinite()).nonzero().flatten()
+        self._pending.append(_Pending(is_nan, block_size, tuple(segments()), bad))
+        if len(self._pending) > _MOST_PENDING:
+            # Nobody asks. The number is kept, on the device; where and in what is not.
+            oldest = self._pending.pop(0).is_nan.sum()
+            self._unnamed = oldest if self._unnamed is None else self._unnamed + oldest
 
     def watch_own(
         self, values: torch.Tensor, block_size: int, segments: Callable[[], Sequence[Segment]]
@@ -108,25 +125,27 @@ class Traffic:
         # A sum is finite if all its terms are, or (rarely, then looked at closely) overflows.
         if values.device.type == "cpu" and values.sum(dtype=torch.float32).isfinite():
             return
-        blocks = values.split(block_size)
-        whole = torch.stack(blocks[:-1]) if len(blocks) > 1 else values.new_empty(0, block_size)
-        is_nan = torch.cat(
-            (~whole.isfinite().all(dim=1), ~blocks[-1].isfinite().all(dim=0, keepdim=True))
-        )
-        if is_nan.device.type != "cpu" or is_nan.any():
-            self._pending.append(_Pending(is_nan, block_size, tuple(segments())))
+        whole = len(values) // block_size * block_size
+        finite = values[:whole].view(-1, block_size).isfinite().all(dim=1)
+        rest = values[whole:].isfinite().all().view(1)
+        is_nan = ~torch.cat((finite, rest))[: -(-len(values) // block_size)]
+        self.watch(values, is_nan, block_size, segments)
 
     def settle(self) -> list[NonFinite]:
         """The non-finite messages since the last call; to be asked once per step."""
         pending, self._pending = self._pending, []
         found = [event for one in pending if (event := _event_of(one)) is not None]
         self.non_finite_blocks += sum(event.blocks for event in found)
+        if self._unnamed is not None:
+            self.non_finite_blocks += int(self._unnamed)
+            self._unnamed = None
         self._events = [*self._events, *found][-_MOST_EVENTS:]
         return found
 
     def forget(self) -> None:
         """Drop what `watch` has collected, where it is known to be fine."""
         self._pending.clear()
+        self._unnamed = None
 
     def fractions(self) -> dict[str, float | None]:
         """Saturated and underflowed shares of the sampled elements; None before any sample."""
@@ -157,15 +176,16 @@ class Traffic:
 
 
 def _event_of(pending: _Pending) -> NonFinite | None:
-    blocks = pending.is_nan.nonzero().flatten().tolist()
-    if not blocks:
+    blocks = pending.is_nan.nonzero().flatten()
+    if len(blocks) == 0:
         return None
+    size = 1 if pending.bad is not None else pending.block_size
+    found = blocks if pending.bad is None else pending.bad
     names: dict[str, None] = {}
     start = 0
     for segment in pending.segments:
-        first, last = start // pending.block_size, (start + segment.numel - 1) // pending.block_size
-        # The blocks are ascending: is one of them in [first, last]?
-        if segment.numel and any(first <= block <= last for block in blocks):
+        first, last = start // size, (start + segment.numel - 1) // size
+        if segment.numel and ((found >= first) & (found <= last)).any():
             names[segment.name] = None
         start += segment.numel
     return NonFinite(tuple(names), len(blocks))

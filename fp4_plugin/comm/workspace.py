@@ -21,12 +21,12 @@ class Workspace:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 buffer of at least `num_bytes`; hand it back with `give_back`."""
+        """A uint8 buffer of `num_bytes`; hand it, or a part of it, back with `give_back`."""
         with self._lock:
             free = self._free.setdefault(_place(device), [])
             fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= num_bytes]
             if fitting:
-                return free.pop(min(fitting, key=lambda i: free[i].numel()))
+                return free.pop(min(fitting, key=lambda i: free[i].numel()))[:num_bytes]
             if free:
                 # The new buffer takes the place of the largest that was too small.
                 free.pop(max(range(len(free)), key=lambda i: free[i].numel()))
@@ -38,8 +38,9 @@ class Workspace:
         if buffer.device.type == "cuda":
             # It may be freed, later, while this stream still reads it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
         with self._lock:
-            self._free.setdefault(_place(buffer.device), []).append(buffer)
+            self._free.setdefault(_place(buffer.device), []).append(whole)
 
     def num_bytes(self) -> int:
         """Bytes held and not in use."""

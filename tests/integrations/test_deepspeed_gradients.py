@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import allow_fp16_on_cpu, initialize_distributed, run_ranks
-from tests.integrations.training import Trainer, ds_config, tiny_llama
+from tests.integrations.training import Trainer, ds_config
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(420)]
 
