@@ -42,6 +42,7 @@ class EngineCommunication:
         self._skipped_steps = engine.skipped_steps
         self._written_bytes = 0
         self._non_finite: dict[int, list[Any]] = {}
+        self._exact_before = exact_reductions()
 
     @property
     def _engine(self) -> Any:
@@ -55,7 +56,7 @@ class EngineCommunication:
         traffic = self._reducer.traffic
         if self._num_ranks == 1 or traffic.calls or traffic.exact_calls:
             return
-        others = ", ".join(exact_reductions()) or "none"
+        others = ", ".join(self._exact_sums()) or "none"
         raise MismatchError(
             f'"gradient_communication" was asked for, but in the first step no gradient of the '
             f"{self._num_ranks} data-parallel ranks went through it. An optimizer or engine that "
@@ -84,9 +85,13 @@ class EngineCommunication:
             "asked": self._spec.describe(),
             **self._reducer.traffic.report(),
             "non_finite_of_other_ranks": self._non_finite,
-            "exact_float_sums": exact_reductions(),
+            "exact_float_sums_of_process": self._exact_sums(),
             **({} if factor is None else {"automatic_factor": factor.value}),
         }
+
+    def _exact_sums(self) -> dict[str, int]:
+        """Elements of exact float sums since this engine was made, by the function that asked."""
+        return dict(exact_reductions() - self._exact_before)
 
     def exchange_reports(self) -> None:
         """Let rank 0 know what was not finite elsewhere; all ranks call this together."""

@@ -13,7 +13,8 @@ scope (reduction_scope.py), in which the collective they call finds this engine'
       reduce_scatter false               __avg_scatter_contiguous_grads             all-reduce
 
 DeepSpeed's default for stages 1 and 2 is an all-reduce although each rank keeps its own partition
-only; here a partition is sent to its owner alone, which halves the bytes again.
+only; here a partition is sent to its owner alone, which halves the bytes again. Gradients that
+pipeline stages share stay exact.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fp4_plugin.comm.factor import AutomaticFactor
 from fp4_plugin.comm.reducer import GradientReducer
 from fp4_plugin.comm.spec import CommunicationSpec
 from fp4_plugin.comm.traffic import Segment
-from fp4_plugin.integrations.deepspeed.reduction_scope import Owners, install, reducing
+from fp4_plugin.integrations.deepspeed.reduction_scope import Owners, Scope, install, reducing
 from fp4_plugin.integrations.patching import require_symbols
 
 __all__ = ["reduce_gradients_in_fp8"]
@@ -55,7 +56,7 @@ def reduce_gradients_in_fp8(engine: Any, spec: CommunicationSpec) -> GradientRed
         feedback=ErrorFeedback(sizes) if spec.error_feedback else None,
     )
     install()
-    seams = _Seams(reducer, spec.min_numel, parameters)
+    seams = _Seams(reducer, spec.min_numel, parameters, _tied_parameters(engine))
     seams.shadow(engine, "allreduce_bucket", "bucket")
     optimizer = engine.optimizer
     if isinstance(optimizer, _classes("stage3", "DeepSpeedZeroOptimizer_Stage3")):
@@ -63,6 +64,17 @@ def reduce_gradients_in_fp8(engine: Any, spec: CommunicationSpec) -> GradientRed
     elif isinstance(optimizer, _classes("stage_1_and_2", "DeepSpeedZeroOptimizer")):
         seams.shadow_stages_1_and_2(optimizer)
     return reducer
+
+
+def _tied_parameters(engine: Any) -> list[Any]:
+    """Parameters that other pipeline stages hold copies of.
+
+    Each stage reduces its copy's gradient in a bucket of its own, where FP8 would round it
+    differently, and the copies would drift apart.
+    """
+    if not engine.pipeline_parallelism:
+        return []
+    return [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
 
 
 def _classes(module: str, name: str) -> type:
@@ -76,12 +88,17 @@ class _Seams:
     """Shadows methods of one engine and its optimizer."""
 
     def __init__(
-        self, reducer: GradientReducer, min_numel: int, parameters: Mapping[str, Any]
+        self,
+        reducer: GradientReducer,
+        min_numel: int,
+        parameters: Mapping[str, Any],
+        tied: Sequence[Any],
     ) -> None:
         self._reducer = reducer
         self._min_numel = min_numel
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = list(parameters.values())
+        self._tied = frozenset(self._names[id(parameter)] for parameter in tied)
 
     def shadow_stages_1_and_2(self, optimizer: Any) -> None:
         for name, subject in (
@@ -108,9 +125,14 @@ class _Seams:
         def shadowing(*args: Any, **kwargs: Any) -> Any:
             held = args[0] if args else kwargs[subject]
             owners = _owners(held, kwargs.get("bucket_ranks"))
-            with reducing(
-                self._reducer, self._min_numel, owners, lambda: self._describe(owner, held)
-            ):
+            scope = Scope(
+                self._reducer,
+                self._min_numel,
+                self._tied,
+                owners,
+                lambda: self._describe(owner, held),
+            )
+            with reducing(scope):
                 return original(*args, **kwargs)
 
         setattr(owner, name, shadowing)

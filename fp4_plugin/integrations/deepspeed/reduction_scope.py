@@ -20,13 +20,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fp4_plugin.comm.reducer import Describe, GradientReducer
+from fp4_plugin.comm.reducer import Describe, GradientReducer, Pending
 from fp4_plugin.comm.shares import segments_within
 from fp4_plugin.integrations.patching import Patch, patch_function
 
@@ -42,17 +42,42 @@ _exact: Counter[str] = Counter()
 _MIN_COUNTED = 2048
 
 
+class Run(NamedTuple):
+    """Elements [start, stop) of a buffer."""
+
+    start: int
+    stop: int
+    is_exact: bool
+
+
 @dataclass(frozen=True)
 class Scope:
     """The gradients of one engine are being reduced.
 
-    owners: who keeps the sum, where only these ranks need it. describe: which parameters.
+    owners: who keeps the sum, where only these ranks need it. describe: which parameters. exact:
+    names of those that must not be rounded.
     """
 
     reducer: GradientReducer
     min_numel: int
+    exact: frozenset[str] = frozenset()
     owners: Owners | None = None
-    describe: Describe | None = None
+    describe: Describe = tuple
+
+    def runs(self, numel: int) -> list[Run]:
+        """A flat buffer of `numel` elements, cut where what must stay exact begins and ends."""
+        if not self.exact:
+            return [Run(0, numel, False)]
+        runs: list[Run] = []
+        stop = 0
+        for segment in self.describe():
+            start, stop = stop, stop + segment.numel
+            is_exact = segment.name in self.exact
+            if runs and runs[-1].is_exact == is_exact:
+                runs[-1] = runs[-1]._replace(stop=stop)
+            else:
+                runs.append(Run(start, stop, is_exact))
+        return runs
 
     def accepts(self, numel: int, dtype: torch.dtype, op: Any, group: Any) -> bool:
         """Whether to reduce in FP8; what is too small is counted as exact."""
@@ -67,21 +92,14 @@ class Scope:
 
 
 @contextmanager
-def reducing(
-    reducer: GradientReducer,
-    min_numel: int,
-    owners: Owners | None = None,
-    describe: Describe | None = None,
-) -> Iterator[None]:
-    """Inside, reductions of this thread are gradients for `reducer`.
+def reducing(scope: Scope) -> Iterator[None]:
+    """Inside, reductions of this thread are gradients in `scope`.
 
-    A method that calls another one that enters again keeps what it knew.
+    A method that calls another one that enters as well keeps what it knew.
     """
     outer: Scope | None = getattr(_current, "scope", None)
-    scope = Scope(reducer, min_numel, owners, describe)
-    if outer is not None and outer.reducer is reducer:
-        scope = replace(scope, owners=owners or outer.owners, describe=outer.describe or describe)
-    _current.scope = scope
+    is_inner = outer is not None and outer.reducer is scope.reducer
+    _current.scope = outer if is_inner else scope
     try:
         yield
     finally:
@@ -113,9 +131,9 @@ def uninstall() -> None:
         _patches.pop().undo()
 
 
-def exact_reductions() -> dict[str, int]:
+def exact_reductions() -> Counter[str]:
     """Elements of float sums that no engine claimed as gradients, by function that asked."""
-    return dict(_exact)
+    return _exact.copy()
 
 
 # DeepSpeed's decorators hide the signatures: these are its own, in all versions since 0.14.
@@ -134,11 +152,7 @@ def _all_reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     scope = _scope_for("all_reduce", call["tensor"], call)
     if scope is None:
         return original(*args, **kwargs)
-    tensor, group, describe = call["tensor"], call["group"], scope.describe
-    if scope.owners is not None:
-        scope.reducer.reduce_to_owners(tensor, scope.owners, group, describe=describe)
-        return None
-    return scope.reducer.all_reduce(tensor, group, async_op=call["async_op"], describe=describe)
+    return _run_by_run(original, scope, call, scope.reducer.all_reduce)
 
 
 def _reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,13 +160,56 @@ def _reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     scope = _scope_for("reduce", call["tensor"], call)
     if scope is None:
         return original(*args, **kwargs)
-    return scope.reducer.reduce(
-        call["tensor"],
-        call["dst"],
-        call["group"],
-        async_op=call["async_op"],
-        describe=scope.describe,
-    )
+    return _run_by_run(original, scope, call, scope.reducer.reduce)
+
+
+def _run_by_run(
+    original: Callable[..., Any],
+    scope: Scope,
+    call: Mapping[str, Any],
+    reduce: Callable[..., Any],
+) -> Any:
+    """The call by `original` for what must stay exact, by `reduce` (or to owners) for the rest."""
+    flat = call["tensor"].view(-1)
+    extra = {"dst": call["dst"]} if "dst" in call else {}
+    runs = scope.runs(len(flat))
+    is_one = len(runs) == 1
+    for start, stop, is_exact in runs:
+        part = flat[start:stop]
+        describe = scope.describe if is_one else _describe_within(scope, start, stop)
+        if is_exact:
+            scope.reducer.traffic.exact_calls["tied parameters"] += 1
+            original(part, **extra, group=call["group"])
+        elif scope.owners is not None:
+            owners = _owners_within(scope.owners, start, stop)
+            scope.reducer.reduce_to_owners(part, owners, call["group"], describe=describe)
+        else:
+            pending = reduce(
+                part,
+                **extra,
+                group=call["group"],
+                async_op=call["async_op"] and is_one,
+                describe=describe,
+            )
+            if is_one:
+                return pending
+    return Pending() if call["async_op"] else None
+
+
+def _describe_within(scope: Scope, start: int, stop: int) -> Describe:
+    return lambda: segments_within(scope.describe(), [(start, stop)])
+
+
+def _owners_within(owners: Owners, start: int, stop: int) -> list[tuple[int, Sequence[int]]]:
+    found = []
+    begin = 0
+    for numel, ranks in owners:
+        end = begin + numel
+        shared = min(end, stop) - max(begin, start)
+        if shared > 0:
+            found.append((shared, ranks))
+        begin = end
+    return found
 
 
 def _reduce_scatter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +260,7 @@ def _reduce_scatter_coalesced(
         ends = [0]
         for flat in flats:
             ends.append(ends[-1] + len(flat))
-        segments = [] if describe is None else describe()
+        segments = describe()
         return [
             segments_within(
                 segments,
