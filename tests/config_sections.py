@@ -29,6 +29,13 @@ FULL = {
         "wgrad": "fp8",
     },
     "layers": [{"match": "*.layers.31.*", "recipe": "bf16"}],
+    "gradient_communication": {
+        "format": "e4m3",
+        "block_size": 1024,
+        "min_numel": 2048,
+        "error_feedback": False,
+        "automatic_factor": False,
+    },
     "on_mismatch": "error",
 }
 
@@ -50,6 +57,8 @@ VALID: dict[str, dict[str, Any]] = {
     "bf16-backward": {"linear": {"dgrad": "bf16", "wgrad": "bf16"}},
     "fp4-backward": {"linear": {"grad_output": {"format": "e2m1"}, "dgrad": "fp4", "wgrad": "fp4"}},
     "w8a4": {"linear": {"weight": {"format": "e4m3"}, "fprop": "fp8"}},
+    "exact-gradients": {"gradient_communication": None},
+    "gradients-alone": {"recipe": "bf16", "gradient_communication": {"format": "e5m2"}},
     "rule-linear": {"layers": [{"match": "*", "linear": {"wgrad": "bf16"}}]},
     "two-rules": {"layers": [{"match": "a", "recipe": "fp8"}, {"match": "b", "recipe": "bf16"}]},
 }
@@ -145,6 +154,23 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
     "weight-null": ({"linear": {"weight": None}}, ["fp4.linear.weight"]),
     "layers-object": ({"layers": {}}, ["fp4.layers"]),
     "layers-text": ({"layers": ["*.q_proj"]}, ["fp4.layers[0]"]),
+    "gradients-format": (
+        {"gradient_communication": {"format": "e2m1"}},
+        ["fp4.gradient_communication.format", "'e4m3' or 'e5m2'", "e2m1"],
+    ),
+    "gradients-block": (
+        {"gradient_communication": {"block_size": 1000}},
+        ["fp4.gradient_communication.block_size", "1000", "1024"],
+    ),
+    "gradients-key": (
+        {"gradient_communication": {"min_nume": 1}},
+        ["fp4.gradient_communication.min_nume", "'min_numel'"],
+    ),
+    "gradients-min": (
+        {"gradient_communication": {"min_numel": 0}},
+        ["fp4.gradient_communication.min_numel", "0"],
+    ),
+    "gradients-true": ({"gradient_communication": True}, ["fp4.gradient_communication", "true"]),
     "rule-key": (
         {"layers": [{"match": "*", "recipee": "bf16"}]},
         ["fp4.layers[0].recipee", "'recipe'"],
@@ -186,7 +212,6 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
 
 # Keys of the design that do nothing yet are not accepted: they would be a promise.
 for _key, _value in {
-    "gradient_communication": {"format": "e4m3", "block_size": 1024},
     "optimizer_states": {"exp_avg": "fp16"},
     "tensor_parallel": {"exact": False},
     "schedule": [],

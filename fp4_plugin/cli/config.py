@@ -123,7 +123,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.layer is not None:
         # One layer: what applies to it takes the place of the general settings and their rules.
         resolved["linear"] = config.linear_settings(arguments.layer)
-        del resolved["layers"]
+        del resolved["layers"], resolved["gradient_communication"]
         print(f"layer {arguments.layer}: {_which_rules(config, arguments.layer)}")
     rows = [("key", "value", "from")]
     for keys, value in _leaves(resolved):

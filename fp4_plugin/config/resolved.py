@@ -101,6 +101,8 @@ class Fp4Config:
         """Where the value at `path` comes from: "recipe paper", "section" or "layers[i] ..."."""
         keys = list(path)
         origin = "section" if has_path(self._section, keys) else f"recipe {self.recipe}"
+        if keys[0] == "gradient_communication" and not has_path(RECIPES[self.recipe], keys):
+            origin = "section" if origin == "section" else "default"
         if keys[0] in ("enabled", "recipe", "layers", "on_mismatch") and origin != "section":
             origin = "default"
         if name is None or keys[0] != "linear":
