@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
     Fp4Error
-    |-- ConfigError         the `fp4` section (or a file around it) asks for something it cannot have
+    |-- ConfigError         the `fp4` section (or a file around it) asks for what it cannot have
     |-- UnsupportedError    a valid request that this machine, version or combination cannot honour
     |-- DataError           training text, tokens or a tokenizer that cannot be used
     |-- CommunicationError  a collective failed, or a message from a peer cannot be read

@@ -134,7 +134,8 @@ class BlockCodec:
     def begin(self, message: torch.Tensor, numel: int) -> MessageParts:
         """Write the header of a message whose values follow by `encode_into`."""
         parts = self.parts(message, numel)
-        parts.header.copy_(_header_tensor(self, numel, message.device))
+        if numel:
+            parts.header.copy_(_header_tensor(self, numel, message.device))
         return parts
 
     def encode_into(
@@ -166,6 +167,7 @@ class BlockCodec:
 
     def decode(self, message: torch.Tensor, numel: int) -> torch.Tensor:
         """The float32 values of a message. Raises CommunicationError as `checked`."""
+        self.parts(message, numel)  # `sum` would take another dtype for values
         out = torch.empty(numel, dtype=torch.float32, device=message.device)
         self.sum([message], numel, lambda start, part: out[start:][: part.numel()].copy_(part))
         return out
@@ -234,9 +236,14 @@ class BlockCodec:
                     "was damaged on its way"
                 )
             return parts
-        is_ours = (parts.header == _header_tensor(self, numel, message.device)).all()
+        return self._masked(parts, numel)
+
+    def _masked(self, parts: MessageParts, numel: int) -> MessageParts:
+        """`parts` with NaN for every scale that is wrong, all of them if the header is."""
+        header, scales = parts.header, parts.scale_inv
+        is_ours = (header == _header_tensor(self, numel, header.device)).all()
         valid = is_ours & (scales > 0) & scales.isfinite()
-        return MessageParts(parts.header, torch.where(valid, scales, torch.nan), parts.codes)
+        return MessageParts(header, torch.where(valid, scales, torch.nan), parts.codes)
 
     def _header(self, numel: int) -> list[int]:
         if numel > _MAX_ELEMENTS:

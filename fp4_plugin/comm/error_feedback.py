@@ -34,6 +34,12 @@ class ErrorFeedback:
         for part, residual in self._parts(lost, segments):
             torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0, out=residual)
 
+    def hold(self, segments: Sequence[Segment], device: torch.device) -> None:
+        """Have residuals for parameters that lose nothing, too: all ranks then save the same."""
+        for segment in segments:
+            if segment.name in self._sizes:
+                self._residual(segment.name, device)
+
     def reset(self) -> None:
         """Forget everything: the step these losses belong to was skipped."""
         for residual in self.residuals.values():
@@ -55,13 +61,20 @@ class ErrorFeedback:
     def _parts(
         self, flat: torch.Tensor, segments: Sequence[Segment]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(Part of `flat`, its residual) of each segment; those of no known parameter have none."""
         parts = []
         start = 0
         for segment in segments:
-            if segment.name not in self.residuals:
-                size = self._sizes[segment.name]
-                self.residuals[segment.name] = torch.zeros(size, device=flat.device)
-            residual = self.residuals[segment.name][segment.offset :][: segment.numel]
-            parts.append((flat[start : start + segment.numel], residual))
+            part = flat[start : start + segment.numel]
             start += segment.numel
+            if segment.name in self._sizes:
+                residual = self._residual(segment.name, flat.device)
+                parts.append((part, residual[segment.offset :][: segment.numel]))
         return parts
+
+    def _residual(self, name: str, device: torch.device) -> torch.Tensor:
+        if name not in self.residuals:
+            # It outlives the inference mode it may be made in.
+            with torch.inference_mode(mode=False):
+                self.residuals[name] = torch.zeros(self._sizes[name], device=device)
+        return self.residuals[name]

@@ -8,7 +8,8 @@ FP8 numbers are never added: a ring that sums in FP8 has 1 dB of signal left at 
 keeps 28 and more. Sums are the same bits on all ranks and in all runs: one owner makes each of
 them, in the order of the ranks. Its own share is not sent, hence not rounded.
 
-Everything is enqueued on the current stream and nothing on the way waits for the device.
+Everything is enqueued on the current stream. Nothing on the way waits for the device, except that
+ranks compare codec and sizes when they see them for the first time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fp4_plugin.comm.transport import (
     all_to_all,
     finish_work,
     members_of,
-    require_same_codec,
+    require_same_layout,
 )
 from fp4_plugin.comm.workspace import Workspace
 from fp4_plugin.errors import CommunicationError
@@ -84,7 +85,7 @@ class GradientReducer:
     The methods take contiguous float32, bfloat16 or float16 tensors, of equal sizes on all ranks,
     and add up; nobody divides. An empty tensor, or a group of one rank, is left as it is and
     nothing is sent. They raise CommunicationError for other tensors, for a group this rank is not
-    in, for ranks with different codecs, and when a collective fails or times out.
+    in, for ranks with different codecs or sizes, and when a collective fails or times out.
 
     Ranks have to wait for asynchronous reductions in the same order.
     """
@@ -285,21 +286,19 @@ class GradientReducer:
         async_op: bool = False,
     ) -> _Exchange:
         device = next(one.device for share in shares for one in share)
-        require_same_codec(self.codec, members, device)
+        sizes = [sum(len(one) for one in share) for share in shares]
+        require_same_layout(self.codec, sizes, members, device)
         describe = None if describe is None else cache(describe)
-        shares = self._corrected(shares, describe)
+        shares = self._corrected(shares, describe, members.rank)
         amax = None if self.factor is None else self.factor.shared_amax(shares, members)
-        splits = [self.codec.slot_bytes(sum(len(one) for one in share)) for share in shares]
+        splits = [self.codec.slot_bytes(size) for size in sizes]
         slot, splits[members.rank] = splits[members.rank], 0
         sent = self._workspace.take(sum(splits), device)
         for owner, message in enumerate(sent.split(splits)):
             if owner != members.rank:
                 self._encode(shares[owner], message, amax, _nth(describe, owner))
         own = joined(shares[members.rank], device)
-        own_segments = _nth(describe, members.rank)
-        self.traffic.watch_own(own, self.codec.block_size, own_segments)
-        if self.feedback is not None:
-            self.feedback.keep(torch.zeros_like(own, dtype=torch.float32), own_segments())
+        self.traffic.watch_own(own, self.codec.block_size, _nth(describe, members.rank))
         received_splits = [slot if rank != members.rank else 0 for rank in range(members.size)]
         received = self._workspace.take(sum(received_splits), device)
         work = all_to_all(received, sent, received_splits, splits, members, async_op)
@@ -310,14 +309,15 @@ class GradientReducer:
             self._workspace.give_back(sent)
         return _Exchange(members, own, slot, received, buffers, sum(splits), work)
 
-    def _corrected(self, shares: Shares, describe: DescribeShares | None) -> Shares:
-        """The shares as float32 copies with what was lost last time, where feedback is on."""
+    def _corrected(self, shares: Shares, describe: DescribeShares | None, rank: int) -> Shares:
+        """The shares with what they lost last time, where feedback is on; that of `rank` stays."""
         if self.feedback is None or describe is None:
             return shares
         device = next(one.device for share in shares for one in share)
+        self.feedback.hold(describe()[rank], device)
         return [
-            [self.feedback.corrected(joined(share, device), segments)]
-            for share, segments in zip(shares, describe(), strict=True)
+            share if owner == rank else [self.feedback.corrected(joined(share, device), segments)]
+            for owner, (share, segments) in enumerate(zip(shares, describe(), strict=True))
         ]
 
     def _encode(

@@ -106,7 +106,7 @@ class Traffic:
         are told apart.
         """
         bad = None
-        if is_nan.device.type == "cpu":
+        if _is_readable(is_nan):
             if not is_nan.any():
                 return
             bad = (~values.isfinite()).nonzero().flatten()
@@ -123,7 +123,7 @@ class Traffic:
         if values.numel() == 0:
             return
         # A sum is finite if all its terms are, or (rarely, then looked at closely) overflows.
-        if values.device.type == "cpu" and values.sum(dtype=torch.float32).isfinite():
+        if _is_readable(values) and values.sum(dtype=torch.float32).isfinite():
             return
         whole = len(values) // block_size * block_size
         finite = values[:whole].view(-1, block_size).isfinite().all(dim=1)
@@ -173,6 +173,11 @@ class Traffic:
                 for event in self._events
             ],
         }
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether looking at values is free: elsewhere it waits for the device."""
+    return tensor.device.type == "cpu"
 
 
 def _event_of(pending: _Pending) -> NonFinite | None:

@@ -5,13 +5,15 @@ rank died or the link was cut, ends in a CommunicationError once the timeout of 
 has passed (`new_group` does not inherit that of `init_process_group`: give it one). On NCCL it is
 torch's watchdog that notices, and ends the process.
 
-Ranks that reduce tensors of different sizes never get a sum: where a header differs it is a
-CommunicationError, where a message is longer than what waits for it gloo aborts the process.
+Ranks that reduce tensors of different sizes never get a sum. New sizes are compared first. Among
+sizes that were seen before, a header that differs is a CommunicationError, and a message longer
+than what waits for it makes gloo abort the process.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +30,11 @@ __all__ = [
     "all_to_all",
     "finish_work",
     "members_of",
-    "require_same_codec",
+    "require_same_layout",
 ]
 
-# Group -> the codecs that its ranks have agreed on.
-_agreed: weakref.WeakKeyDictionary[Any, set[BlockCodec]] = weakref.WeakKeyDictionary()
+# Group -> what its ranks have agreed on: codecs and sizes.
+_agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -146,29 +148,33 @@ def all_reduce_exactly(value: torch.Tensor, members: Members, op: str = "SUM") -
     _guarded(dist.all_reduce, "all-reduce", members, value, operation, group=members.group)
 
 
-def require_same_codec(codec: BlockCodec, members: Members, device: torch.device) -> None:
-    """Raise CommunicationError on every rank unless all ranks write with `codec`.
+def require_same_layout(
+    codec: BlockCodec, sizes: Sequence[int], members: Members, device: torch.device
+) -> None:
+    """Raise CommunicationError on every rank unless all write with `codec`, shares of `sizes`.
 
-    A collective at the first use of a codec in a group, free afterwards.
+    A collective at the first use of a codec with these sizes in a group, free afterwards.
     """
     import torch.distributed as dist
 
+    # Two totals may be equal and the shares differ.
+    layout = [*codec.identity(), sum(sizes), zlib.crc32(repr(list(sizes)).encode())]
     agreed = _agreed.setdefault(members.group, set())
-    if codec in agreed:
+    if tuple(layout) in agreed:
         return
-    mine = torch.tensor(codec.identity(), dtype=torch.int64, device=device)
+    mine = torch.tensor(layout, dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(members.size)]
     _guarded(dist.all_gather, "handshake", members, found, mine, group=members.group)
-    identities = [tuple(one.tolist()) for one in found]
-    if len(set(identities)) > 1:
+    layouts = [one.tolist() for one in found]
+    if any(one != layout for one in layouts):
+        ranks = dist.get_process_group_ranks(members.group)
         lines = [
-            f"rank {rank}: {BlockCodec.describe_identity(identity)}"
-            for rank, identity in zip(
-                dist.get_process_group_ranks(members.group), identities, strict=True
-            )
+            f"rank {rank}: {BlockCodec.describe_identity(identity)}, {numel} elements, shares "
+            f"{shares:08x}"
+            for rank, (*identity, numel, shares) in zip(ranks, layouts, strict=True)
         ]
         raise CommunicationError(
-            "the ranks of a group write gradients differently; give all the same settings\n  "
-            + "\n  ".join(lines[:16])
+            "the ranks of a group reduce gradients differently; all need the same settings and "
+            "tensors of the same sizes\n  " + "\n  ".join(lines[:16])
         )
-    agreed.add(codec)
+    agreed.add(tuple(layout))
