@@ -16,6 +16,7 @@ from fp4_plugin.errors import MismatchError, NotRunYet
 from fp4_plugin.integrations.deepspeed.agreement import Groups, gather
 from fp4_plugin.integrations.deepspeed.gradients import reduce_gradients_in_fp8
 from fp4_plugin.integrations.deepspeed.reduction_scope import exact_reductions
+from fp4_plugin.integrations.deepspeed.timeouts import use_job_timeout
 
 __all__ = ["EngineCommunication"]
 
@@ -39,6 +40,7 @@ class EngineCommunication:
         self._groups = groups
         self._num_ranks = max(engine.dp_world_size, engine.seq_dp_world_size)
         self._reducer = reduce_gradients_in_fp8(engine, spec)
+        use_job_timeout(engine)
         self._skipped_steps = engine.skipped_steps
         self._written_bytes = 0
         self._non_finite: dict[int, list[Any]] = {}
