@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _find(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The section in the content of a DeepSpeed JSON, or of a file that is nothing but a section."""
+    """The section in a DeepSpeed JSON, or in a file that is nothing but a section."""
     from fp4_plugin.config import find_section, json_schema
 
     is_section = bool(content.keys() & json_schema()["properties"].keys())

@@ -10,7 +10,7 @@ import pytest
 
 from fp4_plugin.cli.config import parsed_file
 from fp4_plugin.cli.main import main
-from fp4_plugin.config import json_schema, parse_section
+from fp4_plugin.config import json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*(ROOT / "configs/deepspeed").glob("*.json"), ROOT / "configs/quickstart.json"])

@@ -117,7 +117,7 @@ class _Seams:
             self.shadow(optimizer, name, subject)
 
     def shadow(self, owner: Any, name: str, subject: str) -> None:
-        """Run `owner.name` inside this engine's scope; `subject`, its first argument, is reduced."""
+        """Run `owner.name` inside this engine's scope; it reduces its first argument, `subject`."""
         require_symbols(owner, [name])
         original = getattr(owner, name)
 

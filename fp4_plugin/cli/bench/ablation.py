@@ -1,4 +1,4 @@
-"""`fp4 bench`: measurements that take minutes or hours."""
+"""`fp4 bench ablation`: its help, its flags, and the study behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp4_plugin.pretrain.presets import PRESETS
 
 __all__ = ["add_parser"]
 
-ABLATION = """\
+DESCRIPTION = """\
 Train a small LLaMA in BF16 and in variants of the FP4 recipe, and say which differences are real.
 
 First BF16 chooses the learning rate: one run per rate, first seed, lowest held-out loss. Then every
@@ -25,7 +25,7 @@ BF16. The controls bf16, bf16_perturbed and bf16_dge_slope (BF16, weight gradien
 DGE's slope) are part of every study.
 """
 
-ABLATION_EPILOG = """\
+EPILOG = """\
 examples:
   fp4 bench ablation                             the whole study: 36 runs, 20 minutes of one core
   fp4 bench ablation --arms paper w4a4_tensor    the controls and two arms
@@ -52,28 +52,18 @@ learning rate it goes away (docs/ablation.md has the numbers).
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure: does FP4 change the loss, and which part of it",
-        description=__doc__,
-    )
-    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    _add_ablation(benchmarks)
-
-
-def _add_ablation(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     arms = "\n".join(f"  {name:<16} {ARMS[name].summary}" for name in ARMS)
     parser = subparsers.add_parser(
         "ablation",
         help="BF16 and variants of FP4 on several seeds: which differences are real",
-        description=ABLATION,
-        epilog=ABLATION_EPILOG.format(arms=arms),
+        description=DESCRIPTION,
+        epilog=EPILOG.format(arms=arms),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_study(parser.add_argument_group("study"))
     _add_model(parser.add_argument_group("model and data"))
     _add_execution(parser.add_argument_group("execution"))
-    parser.set_defaults(func=_run_ablation)
+    parser.set_defaults(func=_run)
 
 
 def _add_study(group: argparse._ArgumentGroup) -> None:
@@ -142,7 +132,7 @@ def _listed(values: Sequence[object]) -> str:
     return " ".join(str(value) for value in values)
 
 
-def _run_ablation(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Returns 0 once every run is done, diverged or not. Raises Fp4Error on bad input."""
     values: dict[str, Any] = {
         field.name: getattr(arguments, field.name) for field in fields(StudyOptions)
