@@ -1,6 +1,8 @@
 """The few collectives of `torch.distributed` that messages travel by, and who takes part.
 
-Everything is uint8: gloo and older NCCL refuse float8 tensors. A collective that fails, because a
+Everything is uint8: gloo and older NCCL refuse float8 tensors. Over gloo messages go from rank to
+rank, all receives posted before the first send: its own all-to-all fills a link in one direction at
+a time and takes twice as long.  A collective that fails, because a
 rank died or the link was cut, ends in a CommunicationError once the timeout of the process group
 has passed (`new_group` does not inherit that of `init_process_group`: give it one). On NCCL it is
 torch's watchdog that notices, and ends the process.
@@ -32,6 +34,9 @@ __all__ = [
     "members_of",
     "require_same_layout",
 ]
+
+# Tells our messages from those that others send between the same ranks.
+_TAG = 0xF8
 
 # Group -> what its ranks have agreed on: codecs and sizes.
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -115,6 +120,14 @@ def all_to_all(
     """`sent_splits[r]` bytes to rank r; what comes is in rank order. Returns the work if async."""
     import torch.distributed as dist
 
+    if _goes_in_pairs(members):
+        return _pairwise(
+            received.split(list(received_splits)),
+            sent.split(list(sent_splits)),
+            "all-to-all",
+            members,
+            async_op,
+        )
     return _guarded(
         dist.all_to_all_single,
         "all-to-all",
@@ -132,12 +145,68 @@ def all_gather(gathered: torch.Tensor, members: Members, async_op: bool) -> Any:
     """In place: slot r of `gathered` comes from rank r. Returns the work if async."""
     import torch.distributed as dist
 
+    slots = gathered.view(members.size, -1).unbind()
+    if _goes_in_pairs(members):
+        mine = [slots[members.rank]] * members.size
+        return _pairwise(slots, mine, "all-gather", members, async_op)
     # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    mine = gathered.view(members.size, -1)[members.rank]
+    own = slots[members.rank]
     return _guarded(
-        gather, "all-gather", members, gathered, mine, group=members.group, async_op=async_op
+        gather, "all-gather", members, gathered, own, group=members.group, async_op=async_op
     )
+
+
+def _goes_in_pairs(members: Members) -> bool:
+    import torch.distributed as dist
+
+    return dist.get_backend(members.group) == "gloo"
+
+
+class _Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _pairwise(
+    received: Sequence[torch.Tensor],
+    sent: Sequence[torch.Tensor],
+    what: str,
+    members: Members,
+    async_op: bool,
+) -> _Works | None:
+    """`sent[r]` to rank r and `received[r]` from it, for all ranks at once."""
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(members.group)
+    others = [index for index in range(members.size) if index != members.rank]
+    if received[members.rank].data_ptr() != sent[members.rank].data_ptr():
+        received[members.rank].copy_(sent[members.rank])
+
+    def post() -> _Works:
+        receives = [
+            dist.irecv(received[one], ranks[one], members.group, tag=_TAG)
+            for one in others
+            if len(received[one])
+        ]
+        sends = [
+            dist.isend(sent[one], ranks[one], members.group, tag=_TAG)
+            for one in others
+            if len(sent[one])
+        ]
+        return _Works([*receives, *sends])
+
+    works = _guarded(post, what, members)
+    if async_op:
+        return works
+    finish_work(works, what, members)
+    return None
 
 
 def all_reduce_exactly(value: torch.Tensor, members: Members, op: str = "SUM") -> None:

@@ -94,23 +94,17 @@ def _quality(group, ranks: list[int], rank: int) -> float:
 
 def _spied_bytes(group, rank: int) -> dict[str, list[float]]:
     """Per collective: bytes handed to torch for other ranks, what `traffic` says, and the ratio."""
-    size, index = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
     handed = []
-    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    original_exchange, original_gather = dist.all_to_all_single, getattr(dist, gather)
+    original = dist.isend
 
-    def exchange(received, sent, received_splits, sent_splits, **options):
-        assert sent.dtype == torch.uint8 and sum(sent_splits) == sent.numel()
-        handed.append(sent.numel() - sent_splits[index])
-        return original_exchange(received, sent, received_splits, sent_splits, **options)
-
-    def gathering(gathered, mine, **options):
-        handed.append(mine.numel() * (size - 1))
-        return original_gather(gathered, mine, **options)
+    def sending(tensor, dst, *arguments, **options):
+        assert tensor.dtype == torch.uint8 and dst != dist.get_rank()
+        handed.append(tensor.numel())
+        return original(tensor, dst, *arguments, **options)
 
     found = {}
-    dist.all_to_all_single = exchange
-    setattr(dist, gather, gathering)
+    dist.isend = sending
     try:
         for name in ("all_reduce", "reduce", "scatter", "owners"):
             reducer = GradientReducer()
@@ -129,8 +123,7 @@ def _spied_bytes(group, rank: int) -> dict[str, list[float]]:
             ring = 2 * 2 * LARGE * (size - 1) / size  # BF16's all-reduce, bytes of one rank
             found[name] = [sum(handed), reducer.traffic.wire_bytes, sum(handed) / ring]
     finally:
-        dist.all_to_all_single = original_exchange
-        setattr(dist, gather, original_gather)
+        dist.isend = original
     return found
 
 

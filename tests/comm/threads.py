@@ -76,6 +76,7 @@ def _replaced() -> Iterator[None]:
     replacements = {
         "is_initialized": lambda: True,
         "get_rank": lambda group: group.rank,
+        "get_backend": lambda group: "threads",
         "get_world_size": lambda group: group.size,
         "get_process_group_ranks": lambda group: list(range(group.size)),
         "all_to_all_single": _all_to_all,
