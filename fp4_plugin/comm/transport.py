@@ -2,10 +2,12 @@
 
 Everything is uint8: gloo and older NCCL refuse float8 tensors. Over gloo messages go from rank to
 rank, all receives posted before the first send: its own all-to-all fills a link in one direction at
-a time and takes twice as long.  A collective that fails, because a
-rank died or the link was cut, ends in a CommunicationError once the timeout of the process group
-has passed (`new_group` does not inherit that of `init_process_group`: give it one). On NCCL it is
-torch's watchdog that notices, and ends the process.
+a time and takes twice as long.
+
+A collective that fails, because a rank died or the link was cut, ends in a CommunicationError once
+the timeout of the process group has passed (`new_group` does not inherit that of
+`init_process_group`: give it one). On NCCL it is torch's watchdog that notices, and ends the
+process.
 
 Ranks that reduce tensors of different sizes never get a sum. New sizes are compared first. Among
 sizes that were seen before, a header that differs is a CommunicationError, and a message longer

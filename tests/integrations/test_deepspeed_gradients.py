@@ -81,7 +81,10 @@ def master_weights(engine):
     groups = getattr(engine.optimizer, "fp32_groups", None)  # stage 0
     if groups is not None:
         return torch.cat([p.detach().flatten() for group in groups for p in group])
-    full = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    parameters = list(engine.module.parameters())
+    full = [safe_get_full_fp32_param(p) for p in parameters]
+    if full[0] is None:  # BF16_Optimizer of DeepSpeed <= 0.18 before its first step
+        full = [p.detach().float() for p in parameters]
     return torch.cat([one.flatten() for one in full])
 
 

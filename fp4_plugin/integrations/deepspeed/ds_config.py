@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,12 +118,25 @@ def resolve_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     if isinstance(configs[0], Mapping):
         return configs[0]
-    from deepspeed import load_ds_config
-
-    loaded = load_ds_config(configs[0])
-    if not isinstance(loaded, Mapping):
+    loaded = _load(configs[0])
+    if loaded is not None and not isinstance(loaded, Mapping):
         raise ConfigError(f"the DeepSpeed configuration must be a JSON object, not {loaded!r}")
     return loaded
+
+
+def _load(config: Any) -> Any:
+    """What DeepSpeed reads from `config`; None where an old DeepSpeed has yet to refuse it."""
+    import deepspeed
+
+    if hasattr(deepspeed, "load_ds_config"):
+        return deepspeed.load_ds_config(config)
+    # Up to 0.17 DeepSpeedConfig reads a path, else urlsafe base64, and keeps that to itself.
+    if os.path.exists(config):
+        return read_config(Path(config))
+    try:
+        return json.loads(base64.urlsafe_b64decode(config).decode())
+    except (binascii.Error, ValueError):
+        return None
 
 
 def _given(arguments: Mapping[str, Any]) -> Any:

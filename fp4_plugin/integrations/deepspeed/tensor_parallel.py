@@ -23,12 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.module_inject import layers
 from deepspeed.module_inject.layers import (
     LinearAllreduce,
     LinearLayer,
     LmHeadLinearAllreduce,
     TensorParallel_Layer,
-    VocabParallelLinear,
 )
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -39,7 +39,8 @@ from fp4_plugin.linear.module import FP4Linear
 
 __all__ = ["FP4TensorParallel", "fp4_forms"]
 
-_HEADS = (LmHeadLinearAllreduce, VocabParallelLinear)
+# VocabParallelLinear came with 0.19.
+_HEADS = (LmHeadLinearAllreduce, *filter(None, [getattr(layers, "VocabParallelLinear", None)]))
 _forms: dict[type[nn.Module], type[nn.Module]] = {}
 
 
