@@ -136,7 +136,15 @@ class Activation:
         return (
             f"fp4: recipe {self.config.recipe!r} on {len(self.runs)} linear layers "
             f"(config {self.config.hash()[:12]}); kept in high precision: {kept or 'nothing'}"
+            f"{self._communication_banner()}"
         )
+
+    def _communication_banner(self) -> str:
+        spec = self.config.communication_spec
+        if spec is None or self.communication is None:
+            return ""
+        codec = spec.codec
+        return f"; gradients travel as {codec.format.name}, {codec.block_size} to a scale"
 
     def _causality_notes(self) -> list[str]:
         specs = [run.spec for run in self.runs.values()]

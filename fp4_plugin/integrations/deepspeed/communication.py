@@ -16,7 +16,7 @@ from fp4_plugin.errors import MismatchError, NotRunYet
 from fp4_plugin.integrations.deepspeed.agreement import Groups, gather
 from fp4_plugin.integrations.deepspeed.gradients import reduce_gradients_in_fp8
 from fp4_plugin.integrations.deepspeed.reduction_scope import exact_reductions
-from fp4_plugin.integrations.deepspeed.timeouts import use_job_timeout
+from fp4_plugin.integrations.deepspeed.timeouts import device_of, use_job_timeout
 
 __all__ = ["EngineCommunication"]
 
@@ -135,13 +135,12 @@ class EngineCommunication:
                 saved_ranks = (file.metadata() or {}).get("ranks")
                 if saved_ranks != str(self._num_ranks):
                     return f"{path} was saved by {saved_ranks} ranks, these are {self._num_ranks}"
-                feedback.load({key: file.get_tensor(key) for key in file.keys()}, self._device())
+                feedback.load(
+                    {key: file.get_tensor(key) for key in file.keys()}, device_of(self._engine)
+                )
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             return f"cannot use {path}: {error}"
         return None
-
-    def _device(self) -> Any:
-        return next(self._engine.module.parameters()).device
 
     def _feedback_path(self, folder: Path) -> Path:
         return folder / _FEEDBACK_FILE.format(rank=self._engine.global_rank)
@@ -149,7 +148,7 @@ class EngineCommunication:
     def _report_non_finite(self, skipped: bool) -> None:
         """Name the parameters whose gradients were not finite before they were sent."""
         traffic = self._reducer.traffic
-        if self._device().type != "cpu" and not skipped and self._norm_is_finite():
+        if device_of(self._engine).type != "cpu" and not skipped and self._norm_is_finite():
             traffic.forget()  # asking the device in every step would cost more than it tells
             return
         for event in traffic.settle():

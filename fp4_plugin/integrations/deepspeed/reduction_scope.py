@@ -28,15 +28,14 @@ import torch
 
 from fp4_plugin.comm.reducer import Describe, GradientReducer, Pending
 from fp4_plugin.comm.shares import segments_within
-from fp4_plugin.integrations.patching import Patch, patch_function
+from fp4_plugin.integrations.patching import patch_function
 
-__all__ = ["Scope", "exact_reductions", "install", "reducing", "uninstall"]
+__all__ = ["Scope", "exact_reductions", "install", "reducing"]
 
 # (elements, ranks of the group that keep the sum) of the runs of a bucket.
 Owners = Sequence[tuple[int, Sequence[int]]]
 
 _current = threading.local()  # autograd calls hooks from threads of its own
-_patches: list[Patch] = []
 # Sums of float tensors outside any scope: "all_reduce in <function>" -> elements. They are exact.
 _exact: Counter[str] = Counter()
 _MIN_COUNTED = 2048
@@ -109,6 +108,7 @@ def reducing(scope: Scope) -> Iterator[None]:
 def install() -> None:
     """Put the functions of this module in place, once per process and backend object.
 
+    They stay: an engine that was promised FP8 gradients must not lose them to a later call.
     Raises UnsupportedError that names the symbol if this DeepSpeed lacks one.
     """
     from deepspeed.comm import comm
@@ -120,15 +120,7 @@ def install() -> None:
         (comm.cdb, "reduce_scatter_tensor", _reduce_scatter),
         (stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),
     ):
-        patch = patch_function(owner, name, around)
-        if patch not in _patches:
-            _patches.append(patch)
-
-
-def uninstall() -> None:
-    """Give DeepSpeed its own functions back."""
-    while _patches:
-        _patches.pop().undo()
+        patch_function(owner, name, around)
 
 
 def exact_reductions() -> Counter[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["use_job_timeout"]
+__all__ = ["device_of", "use_job_timeout"]
 
 logger = logging.getLogger("fp4_plugin")
 
@@ -25,7 +25,7 @@ def use_job_timeout(engine: Any) -> None:
     import torch.distributed as dist
 
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    device = next(engine.module.parameters()).device
+    device = device_of(engine)
     limit = _timeout_of(dist.group.WORLD, device)
     if set_timeout is None or limit is None:
         logger.warning("fp4: collectives of gradients keep the default timeout of their groups")
@@ -33,6 +33,12 @@ def use_job_timeout(engine: Any) -> None:
     for group in _data_parallel_groups(engine):
         if _timeout_of(group, device) not in (limit, None):
             set_timeout(limit, group)
+
+
+def device_of(engine: Any) -> torch.device:
+    """Where the engine's gradients are; a pipeline stage may have none."""
+    devices = (parameter.device for parameter in engine.module.parameters())
+    return next(devices, torch.device("cpu"))
 
 
 def _data_parallel_groups(engine: Any) -> list[Any]:
