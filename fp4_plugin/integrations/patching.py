@@ -60,7 +60,7 @@ def patch_function(owner: Any, name: str, around: Around, parameters: Iterable[s
     patch = Patch(owner, name, current, current)
     patch.replacement = _replacement(patch, around)
     setattr(owner, name, patch.replacement)
-    logger.info("fp4_plugin replaced %s.%s", _label(owner), name)
+    logger.debug("fp4_plugin replaced %s.%s", _label(owner), name)
     return patch
 
 
