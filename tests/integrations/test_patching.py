@@ -83,7 +83,7 @@ def test_a_missing_parameter_is_named(framework):
 
 
 def test_a_patch_is_logged_once(framework, caplog):
-    with caplog.at_level(logging.INFO, logger="fp4_plugin"):
+    with caplog.at_level(logging.DEBUG, logger="fp4_plugin"):
         patch_function(framework, "start", double)
         patch_function(framework, "start", double)
     assert [record.getMessage() for record in caplog.records] == [
