@@ -76,6 +76,9 @@ class BlockCodec:
     @classmethod
     def named(cls, format: str, block_size: int = 1024) -> BlockCodec:
         """The codec of a format given by name, as in JSON."""
+        if not isinstance(format, str) or format not in FORMATS:
+            allowed = [fmt.name for fmt in WIRE_FORMATS]
+            raise ConfigError(f"format {format!r} cannot travel: allowed are {allowed}")
         return cls(FORMATS[format], block_size)
 
     def identity(self) -> list[int]:

@@ -15,6 +15,7 @@ from fp4_plugin.comm.codec import BlockCodec
 from fp4_plugin.comm.reducer import GradientReducer
 from fp4_plugin.comm.traffic import Traffic
 from fp4_plugin.comm.transport import all_reduce_exactly, members_of
+from fp4_plugin.errors import ConfigError
 
 __all__ = ["DdpState", "ddp_hook"]
 
@@ -60,15 +61,16 @@ class DdpState:
 
 
 def ddp_hook(
-    state: DdpState | None,
+    state: DdpState | torch.distributed.ProcessGroup | None,
     bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average one bucket of gradients in FP8; for `DistributedDataParallel.register_comm_hook`.
 
-    state: None for the default settings over all ranks. Raises CommunicationError as
-    `GradientReducer`.
+    state: a DdpState; or, as in torch's own hooks, the process group of the model, None for all
+    ranks, with the default settings. Raises ConfigError for anything else, and CommunicationError
+    as `GradientReducer`.
     """
-    state = state or _default_state()
+    state = _state_of(state)
     buffer = bucket.buffer()
     if buffer.device.type != "cuda":
         state.average(buffer)
@@ -91,6 +93,17 @@ def _completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-@lru_cache(maxsize=1)
-def _default_state() -> DdpState:
-    return DdpState()
+def _state_of(state: object) -> DdpState:
+    if isinstance(state, DdpState):
+        return state
+    if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
+        raise ConfigError(
+            f"ddp_hook was registered with {state!r}: its first argument is a DdpState, a process "
+            "group or None"
+        )
+    return _default_state(state)
+
+
+@lru_cache(maxsize=16)
+def _default_state(group: Any) -> DdpState:
+    return DdpState(group)

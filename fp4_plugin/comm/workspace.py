@@ -20,6 +20,10 @@ class Workspace:
         self._free: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        """A copy or a pickle starts without buffers: they are worth nothing elsewhere."""
+        return Workspace, ()
+
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """A uint8 buffer of `num_bytes`; hand it, or a part of it, back with `give_back`."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import os
+import pickle
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ VARIANTS = {
     "view": ({"gradient_as_bucket_view": True}, None),
     "unused": ({"find_unused_parameters": True}, None),
     "static": ({"static_graph": True}, None),
+    "group": ({}, None),
 }
 
 
@@ -76,7 +78,8 @@ def _two_ranks():
     for name, (options, settings) in VARIANTS.items():
         state = comm.DdpState(**settings) if settings else comm.DdpState()
         wrapped = DistributedDataParallel(copy.deepcopy(model), **options)
-        wrapped.register_comm_hook(None if name == "default" else state, comm.ddp_hook)
+        others = {"default": None, "group": dist.group.WORLD}
+        wrapped.register_comm_hook(others.get(name, state), comm.ddp_hook)
         use_spare = name != "unused"
         exact = _exact(model, use_spare)
         for step in range(2):  # DDP lays its buckets out anew after the first step
@@ -135,7 +138,7 @@ def test_gradients_are_averaged_to_the_same_bits_on_both_ranks(answers, name, st
         error, same = answer[f"{name} {step}"]
         assert same
         assert 0 < error < tolerances.FP8_SUM[fmt]
-        if name != "default":
+        if name not in ("default", "group"):
             assert answer[f"{name} calls"]["all_reduce"] > 0
 
 
@@ -158,7 +161,20 @@ def test_a_dtype_that_cannot_be_reduced_is_said_in_the_backward_pass(answers):
 
 
 def test_settings_are_checked_when_the_state_is_made():
-    with pytest.raises(ConfigError, match="unknown number format"):
+    with pytest.raises(ConfigError, match="cannot travel"):
         comm.DdpState(format="fp8")
     with pytest.raises(ConfigError, match="block_size 1000"):
         comm.DdpState(block_size=1000)
+
+
+def test_a_state_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="DdpState, a process group or None"):
+        comm.ddp_hook({"format": "e4m3"}, None)
+
+
+def test_a_state_can_be_copied_and_saved_without_its_buffers():
+    state = comm.DdpState(format="e5m2", min_numel=5)
+    state.traffic.count_call("all_reduce", 10, 5, 10.0)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+    assert again.min_numel == 5
+    assert again.traffic.wire_bytes == 5
