@@ -40,6 +40,11 @@ __all__ = [
 # Tells our messages from those that others send between the same ranks.
 _TAG = 0xF8
 
+# Group -> asynchronous works that nobody has waited for yet, oldest first. gloo cancels a receive
+# that nobody refers to, and its message would be taken by the next one.
+_unfinished: weakref.WeakKeyDictionary[Any, dict[_Works, None]] = weakref.WeakKeyDictionary()
+_MOST_UNFINISHED = 256
+
 # Group -> what its ranks have agreed on: codecs and sizes.
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -108,6 +113,7 @@ def _guarded(call: Callable[..., Any], what: str, members: Members, *args: Any, 
 def finish_work(work: Any, what: str, members: Members) -> None:
     """Wait for what an asynchronous call returned; None stands for a call that is over."""
     if work is not None:
+        _unfinished.get(members.group, {}).pop(work, None)
         _guarded(work.wait, what, members)
 
 
@@ -166,14 +172,36 @@ def _goes_in_pairs(members: Members) -> bool:
 
 
 class _Works:
-    """Several works as one."""
+    """Several works as one.
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    timeout: of the group, None for what its backend was made with. Sends and receives of gloo do
+    not ask the group for a limit that it was given later (`_set_pg_timeout`); they take one here.
+    """
+
+    def __init__(self, works: Sequence[Any], timeout: Any) -> None:
         self._works = works
+        self._arguments = () if timeout is None else (timeout,)
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(*self._arguments)
+        self._works = ()  # a second wait would be for a message that never comes
+
+
+def _remember(works: _Works, members: Members, what: str) -> None:
+    """Keep `works` until somebody has waited for it, or so many have come after it."""
+    unfinished = _unfinished.setdefault(members.group, {})
+    unfinished[works] = None
+    if len(unfinished) > _MOST_UNFINISHED:
+        finish_work(next(iter(unfinished)), what, members)
+
+
+def _timeout_of(members: Members, device: torch.device) -> Any:
+    """A timedelta, or None where the backend does not tell."""
+    try:
+        return members.group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _pairwise(
@@ -202,10 +230,11 @@ def _pairwise(
             for one in others
             if len(sent[one])
         ]
-        return _Works([*receives, *sends])
+        return _Works([*receives, *sends], _timeout_of(members, sent[members.rank].device))
 
     works = _guarded(post, what, members)
     if async_op:
+        _remember(works, members, what)
         return works
     finish_work(works, what, members)
     return None

@@ -245,6 +245,27 @@ def _disagreements(rank: int) -> dict[str, str]:
     return found
 
 
+def _forgotten(group, rank: int) -> list[float]:
+    """Errors of sums that follow reductions which nobody, and then rank 2 alone, has waited for."""
+    errors = []
+    for waits in (False, rank == 2):
+        pending = comm.all_reduce(_gradient(rank), group, async_op=True)
+        scattered = comm.reduce_scatter(
+            torch.empty(NUMEL), torch.ones(2 * NUMEL), group, async_op=True
+        )
+        if waits:
+            pending.wait()
+            scattered.wait()
+        del pending, scattered
+        for numel in (NUMEL, LARGE):
+            mine = _gradient(rank, numel)
+            exact = mine.double()
+            dist.all_reduce(exact, group=group)
+            comm.all_reduce(mine, group)
+            errors.append(float((mine - exact).norm() / exact.norm()))
+    return errors
+
+
 def _four_ranks():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     rank = int(os.environ["RANK"])
@@ -264,6 +285,7 @@ def _four_ranks():
     found["no_ops"] = _no_ops(rank)
     found["memory"] = _memory(rank)
     found["disagreements"] = _disagreements(rank)
+    found["forgotten"] = _forgotten(groups[2], rank) if rank in (1, 2) else []
     return found
 
 
@@ -287,6 +309,12 @@ def test_two_runs_and_an_asynchronous_one_give_the_same_bits(world):
     for first, second, asynchronous in world[1]:
         assert first == second
         assert first == asynchronous
+
+
+def test_a_reduction_that_nobody_waits_for_does_not_harm_the_next_ones(answers):
+    for rank in (1, 2):
+        assert len(answers[rank]["forgotten"]) == 4
+        assert max(answers[rank]["forgotten"]) < 0.05
 
 
 def test_all_ranks_get_the_same_bits(world):

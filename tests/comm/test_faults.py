@@ -68,6 +68,23 @@ def _mismatches(folder: str) -> None:
     time.sleep(60)
 
 
+def _late_limit(folder: str) -> None:
+    """As DeepSpeed's groups: made without a limit, and given that of the job afterwards."""
+    rank = _initialize(folder, 60.0)
+    group = dist.new_group([0, 1])
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+    comm.all_reduce(torch.ones(NUMEL), group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started, error = time.monotonic(), ""
+    try:
+        comm.all_reduce(torch.ones(NUMEL), group)
+    except CommunicationError as caught:
+        error = str(caught)
+    _write(folder, {"error": error, "waited_s": time.monotonic() - started})
+    time.sleep(60)
+
+
 # Name -> elements and block size on rank 1; rank 0 keeps to NUMEL and 1024.
 MISMATCHES = {"block size": (NUMEL, 512), "one more": (NUMEL + 1, 1024), "twice": (2 * NUMEL, 1024)}
 
@@ -151,6 +168,13 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others_within_the_timeout(tmp_pa
         assert "look at the first rank that failed" in one["error"]
         assert one["waited_s"] < TIMEOUT_S + MARGIN_S / 2
         print(f"\nrank {rank}: {one['waited_s']:.2f} s, timeout {TIMEOUT_S} s")
+
+
+def test_a_limit_that_a_group_was_given_later_holds(tmp_path):
+    with Scene(tmp_path, _late_limit, 2) as scene:
+        seen = scene.wait_for([0], 60 + TIMEOUT_S + MARGIN_S)[0]
+    assert "failed on rank 0" in seen["error"]
+    assert seen["waited_s"] < TIMEOUT_S + MARGIN_S / 2
 
 
 @pytest.fixture(scope="module")
