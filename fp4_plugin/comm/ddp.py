@@ -50,7 +50,7 @@ class DdpState:
         if buffer.numel() >= self.min_numel:
             self._reducer.all_reduce(buffer, members.group)
         else:
-            self.traffic.exact_calls["all_reduce"] += 1
+            self.traffic.count_exact("all_reduce", buffer.numel())
             all_reduce_exactly(buffer, members)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -61,6 +61,7 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.exact_calls: Counter[str] = Counter()
+        self.exact_elements = 0
         self.elements = 0
         self.wire_bytes = 0
         self.bf16_bytes = 0
@@ -78,6 +79,11 @@ class Traffic:
         self.elements += elements
         self.wire_bytes += wire_bytes
         self.bf16_bytes += round(bf16_elements * _BF16_BYTES)
+
+    def count_exact(self, why: str, elements: int) -> None:
+        """One reduction that was not made in FP8."""
+        self.exact_calls[why] += 1
+        self.exact_elements += elements
 
     def sample(
         self, values: torch.Tensor, parts: MessageParts, amax: torch.Tensor | None = None
@@ -110,6 +116,8 @@ class Traffic:
             if not is_nan.any():
                 return
             bad = (~values.isfinite()).nonzero().flatten()
+            if len(bad) == 0:
+                return  # the scale is shared, and it is another rank that is to blame
         self._pending.append(_Pending(is_nan, block_size, tuple(segments()), bad))
         if len(self._pending) > _MOST_PENDING:
             # Nobody asks. The number is kept, on the device; where and in what is not.
@@ -158,19 +166,24 @@ class Traffic:
         }
 
     def report(self) -> dict[str, Any]:
-        """JSON-ready; bytes are those of this rank."""
+        """JSON-ready; bytes are those of this rank. Also counts what is yet to be settled."""
+        events = [event for one in self._pending if (event := _event_of(one)) is not None]
+        unnamed = 0 if self._unnamed is None else int(self._unnamed)
         return {
             "calls": dict(self.calls),
             "exact_calls": dict(self.exact_calls),
+            "exact_elements": self.exact_elements,
             "elements": self.elements,
             "wire_bytes": self.wire_bytes,
             "bf16_wire_bytes": self.bf16_bytes,
             "wire_ratio": self.wire_bytes / self.bf16_bytes if self.bf16_bytes else None,
             **{f"{name}_fraction": value for name, value in self.fractions().items()},
-            "non_finite_blocks": self.non_finite_blocks,
+            "non_finite_blocks": self.non_finite_blocks
+            + sum(event.blocks for event in events)
+            + unnamed,
             "non_finite": [
                 {"parameters": list(event.parameters), "blocks": event.blocks}
-                for event in self._events
+                for event in [*self._events, *events][-_MOST_EVENTS:]
             ],
         }
 

@@ -110,7 +110,9 @@ def _non_finite(model: torch.nn.Module, rank: int) -> dict:
     loss = wrapped(x).sum()
     (loss * torch.inf if rank == 1 else loss).backward()
     bad = ~_gradients(wrapped).isfinite()
-    return {"bad": int(bad.sum()), "own": sum(event.blocks for event in state.traffic.settle())}
+    reported = state.traffic.report()["non_finite_blocks"]
+    own = sum(event.blocks for event in state.traffic.settle())
+    return {"bad": int(bad.sum()), "own": own, "reported": reported}
 
 
 def _float64(rank: int) -> str:
@@ -153,6 +155,9 @@ def test_an_inf_on_one_rank_reaches_both(answers):
     bad = [answer["inf"]["bad"] for answer in answers]
     assert bad[0] == bad[1] > 0
     assert answers[0]["inf"]["own"] == 0 < answers[1]["inf"]["own"]
+    assert [answer["inf"]["reported"] for answer in answers] == [
+        answer["inf"]["own"] for answer in answers
+    ]
 
 
 def test_a_dtype_that_cannot_be_reduced_is_said_in_the_backward_pass(answers):

@@ -106,6 +106,13 @@ def test_messages_that_nobody_asks_about_do_not_pile_up(monkeypatch):
     assert len(traffic.report()["non_finite"]) == traffic_module._MOST_EVENTS
 
 
+def test_a_shared_scale_that_another_rank_spoiled_is_not_this_ranks_event():
+    traffic = Traffic()
+    traffic.watch(torch.ones(32), torch.tensor([True, True]), 16, tuple)
+    assert traffic.settle() == []
+    assert traffic.non_finite_blocks == 0
+
+
 def test_what_is_counted_is_what_was_lost():
     traffic = Traffic()
     assert traffic.fractions() == {"saturated": None, "underflowed": None}

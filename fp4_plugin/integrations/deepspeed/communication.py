@@ -43,6 +43,8 @@ class EngineCommunication:
         use_job_timeout(engine)
         self._skipped_steps = engine.skipped_steps
         self._written_bytes = 0
+        self._num_calls = 0
+        self._steps_without = 0
         self._non_finite: dict[int, list[Any]] = {}
         self._exact_before = exact_reductions()
 
@@ -56,7 +58,11 @@ class EngineCommunication:
     def verify(self) -> None:
         """Raise MismatchError if a step has been made and its gradients were not reduced in FP8."""
         traffic = self._reducer.traffic
-        if self._num_ranks == 1 or traffic.calls or traffic.exact_calls:
+        if self._num_ranks == 1 or traffic.calls:
+            return
+        if traffic.exact_calls:
+            if self._engine.global_rank == 0:
+                logger.warning('fp4: "gradient_communication": %s', self._state())
             return
         others = ", ".join(self._exact_sums()) or "none"
         raise MismatchError(
@@ -71,6 +77,7 @@ class EngineCommunication:
         skipped = engine.skipped_steps > self._skipped_steps
         self._skipped_steps = engine.skipped_steps
         self._report_non_finite(skipped)
+        self._notice_bypass()
         if skipped and self._reducer.feedback is not None:
             self._reducer.feedback.reset()
         if self._reducer.factor is not None and self._num_ranks > 1:
@@ -80,16 +87,41 @@ class EngineCommunication:
 
     def report(self) -> dict[str, Any]:
         """The entry of the manifest; counts are those of this rank."""
-        state = "active" if self._num_ranks > 1 else "idle: one data-parallel rank, nothing to send"
         factor = self._reducer.factor
         return {
-            "state": state,
+            "state": self._state(),
             "asked": self._spec.describe(),
             **self._reducer.traffic.report(),
             "non_finite_of_other_ranks": self._non_finite,
+            "steps_without_reduction": self._steps_without,
             "exact_float_sums_of_process": self._exact_sums(),
             **({} if factor is None else {"automatic_factor": factor.value}),
         }
+
+    def _state(self) -> str:
+        traffic = self._reducer.traffic
+        if self._num_ranks == 1:
+            return "idle: one data-parallel rank, nothing to send"
+        if traffic.exact_calls and not traffic.calls:
+            why = ", ".join(f"{count} x {why}" for why, count in traffic.exact_calls.items())
+            return f"idle: no reduction was made in FP8 so far, all were exact ({why})"
+        return "active"
+
+    def _notice_bypass(self) -> None:
+        """Some optimizers (1-bit Adam) reduce in their own way after a while."""
+        traffic = self._reducer.traffic
+        num_calls = traffic.calls.total() + traffic.exact_calls.total()
+        had_one_before, had_none = self._num_calls > 0, num_calls == self._num_calls
+        self._num_calls = num_calls
+        if self._num_ranks > 1 and had_none:
+            self._steps_without += 1
+            if had_one_before and self._steps_without == 1:
+                logger.warning(
+                    'fp4: rank %d: step %d: no gradient went through "gradient_communication" '
+                    "any more; whatever reduces them now, it is not FP8",
+                    self._engine.global_rank,
+                    self._engine.global_steps,
+                )
 
     def _exact_sums(self) -> dict[str, int]:
         """Elements of exact float sums since this engine was made, by the function that asked."""

@@ -58,6 +58,7 @@ def reduce_gradients_in_fp8(engine: Any, spec: CommunicationSpec) -> GradientRed
     install()
     seams = _Seams(reducer, spec.min_numel, parameters, _tied_parameters(engine))
     seams.shadow(engine, "allreduce_bucket", "bucket")
+    seams.count_sparse(engine)
     optimizer = engine.optimizer
     if isinstance(optimizer, _classes("stage3", "DeepSpeedZeroOptimizer_Stage3")):
         seams.shadow_stage3(optimizer)
@@ -136,6 +137,18 @@ class _Seams:
                 return original(*args, **kwargs)
 
         setattr(owner, name, shadowing)
+
+    def count_sparse(self, engine: Any) -> None:
+        """Sparse gradients are gathered, not added up: they stay exact, and are counted."""
+        require_symbols(engine, ["sparse_allreduce"])
+        original = engine.sparse_allreduce
+
+        @functools.wraps(original)
+        def counting(sparse: Any, *args: Any, **kwargs: Any) -> Any:
+            self._reducer.traffic.count_exact("sparse gradients", sparse.values.numel())
+            return original(sparse, *args, **kwargs)
+
+        engine.sparse_allreduce = counting
 
     def _describe(self, owner: Any, held: Any) -> list[Segment]:
         """Which parameters lie where in `held`: parameters, gradients, or slices of buffers."""

@@ -85,7 +85,7 @@ class Scope:
         if not (dtype.is_floating_point and _is_sum(op)) or dist.get_world_size(group=group) == 1:
             return False
         if numel < self.min_numel:
-            self.reducer.traffic.exact_calls["smaller than min_numel"] += 1
+            self.reducer.traffic.count_exact("smaller than min_numel", numel)
             return False
         return True
 
@@ -170,7 +170,7 @@ def _run_by_run(
         part = flat[start:stop]
         describe = scope.describe if is_one else _describe_within(scope, start, stop)
         if is_exact:
-            scope.reducer.traffic.exact_calls["tied parameters"] += 1
+            scope.reducer.traffic.count_exact("tied parameters", stop - start)
             original(part, **extra, group=call["group"])
         elif scope.owners is not None:
             owners = _owners_within(scope.owners, start, stop)
