@@ -2,7 +2,7 @@
 #
 # Variables: PYTHON (interpreter to build the environment with), VENV, PIP_FLAGS (for example
 # "--index-url URL" or "--no-index --find-links DIR"), NPROC (ranks of quickstart;
-# default: one per GPU, else two), PYTEST_ARGS.
+# default: one per GPU, else two), MINORS (DeepSpeed minors of releases; default: all), PYTEST_ARGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,12 +17,13 @@ PYTEST_ARGS ?=
 PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c \
 	'import sys; sys.version_info >= (3, 10) and print("$(p)")' 2>/dev/null)))
 
-.PHONY: help quickstart test lint format schema install clean
+.PHONY: help quickstart test releases lint format schema install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   install, then train a small LLaMA in FP4 beside its BF16 twin (minutes)"
 	@echo "make test         install what the tests need and run all of them"
+	@echo "make releases     test FP8 gradients on the last release of each DeepSpeed minor (20 minutes)"
 	@echo "make lint         ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff format and mend what it can"
 	@echo "make schema       write configs/schema/fp4.schema.json from the code"
@@ -36,6 +37,10 @@ quickstart: $(VENV)/.run-installed
 # Two workers; tests that spawn ranks all go to one of them (see tests/conftest.py).
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Each release is installed beside this environment, which stays as it is.
+releases: $(VENV)/.dev-installed
+	$(BIN)/python scripts/check_deepspeed_releases.py $(if $(MINORS),--minors $(MINORS))
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

@@ -209,3 +209,9 @@ def test_several_mistakes_are_all_named_in_one_error() -> None:
 def test_a_config_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="recpie"):
         parse_section({"recpie": "paper"})
+
+
+@pytest.mark.parametrize("key", ["gradient_communication", "linear", "recipe", "layers"])
+def test_a_key_of_the_section_beside_it_is_refused(key):
+    with pytest.raises(ConfigError, match=f"'{key}' stands beside 'fp4'"):
+        find_section({"fp4": {}, key: None})

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from packaging.version import Version
+
+from tests.integrations.training import UPSTREAM_FAULTS, upstream_fault
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts/check_deepspeed_releases.py"
@@ -39,6 +42,13 @@ E   [rank1]: ImportError: cannot import name 'x' | y
 </error></testcase>
 <testcase name="fails"><failure message="assert 1 == 2">E   assert 1 == 2</failure></testcase>
 </testsuite></testsuites>"""
+
+
+def test_only_releases_before_0_19_have_known_faults():
+    assert upstream_fault("BF16_Optimizer", Version("0.18.9")) is not None
+    assert upstream_fault("zero2", Version("0.18.9")) is None
+    for release in ("0.19.0", "0.19.8", "0.20.0", "1.0"):
+        assert [one for one in UPSTREAM_FAULTS if upstream_fault(one, Version(release))] == []
 
 
 def report_of(*cases):
@@ -81,6 +91,7 @@ def test_a_report_is_counted_and_the_cause_of_the_first_failure_found():
     row = check.Row("0.18.9", installed=True)
     check.read_report(REPORT, row)
     assert (row.passed, row.failed, row.skipped) == (1, 2, 1)
+    assert row.skips == {"no GPU": 1}
     assert row.first_failure == "breaks: ImportError: cannot import name 'x' | y"
     assert not row.ok
 
@@ -120,6 +131,19 @@ def test_the_table_has_a_row_for_every_release():
     assert lines[-2] == "| 0.16.9 | no |  |  |  |  | does not install: ERROR: a \\| b |"
     assert lines[-1].startswith("| 0.18.9 | yes | 3 | 1 | 0 | 65 | test_x: AssertionError: yyy")
     assert lines[-1].endswith("... |")
+
+
+def test_the_table_says_what_was_skipped_and_why():
+    row = report_of(
+        '<testcase name="a"/>',
+        '<testcase name="b"><skipped message="broken there"/></testcase>',
+        '<testcase name="c"><skipped message="broken there"/></testcase>',
+        '<testcase name="d"><skipped/></testcase>',
+    )
+    last = check.markdown([row], []).splitlines()[-1]
+    notes = "2 skipped: broken there; 1 skipped: no reason given"
+    assert last == f"| 0.18.9 | yes | 1 | 0 | 3 | 0 | {notes} |"
+    assert row.ok
 
 
 @pytest.mark.parametrize(
@@ -181,6 +205,21 @@ def test_an_environment_sees_the_running_one_behind_its_own_packages(own_environ
     seen = subprocess.check_output([python, "-c", code], text=True, cwd=tmp_path).split()
     assert seen == [pytest.__version__, "0.18.9"]
     assert check._why_not_imported("0.18.9", python, tmp_path) == ""
+
+
+def test_a_release_that_the_running_environment_has_is_used_from_there(tmp_path, monkeypatch):
+    shared = tmp_path / "running/site-packages"
+    _put(shared, "0.18.9")
+    monkeypatch.syspath_prepend(shared)
+    folder = tmp_path / "0.18.9"
+    folder.mkdir()
+    python = check.make_environment(folder / "environment")
+    assert check._why_not_imported("0.18.9", python, folder) == ""
+    with pytest.raises(RuntimeError, match=r"wanted DeepSpeed 0\.18\.8, imports 0\.18\.9"):
+        check._why_not_imported("0.18.8", python, folder)
+    monkeypatch.setattr(check, "_shared", list)  # found somewhere else
+    with pytest.raises(RuntimeError, match=r"wanted DeepSpeed 0\.18\.9, imports 0\.18\.9"):
+        check._why_not_imported("0.18.9", python, folder)
 
 
 def test_another_deepspeed_than_the_one_under_test_stops_the_run(own_environment, tmp_path):

@@ -40,6 +40,11 @@ class ErrorFeedback:
             if segment.name in self._sizes:
                 self._residual(segment.name, device)
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all losses: gradients carry another loss scale from now on."""
+        for residual in self.residuals.values():
+            residual.mul_(factor)
+
     def reset(self) -> None:
         """Forget everything: the step these losses belong to was skipped."""
         for residual in self.residuals.values():

@@ -34,6 +34,10 @@ class AutomaticFactor:
     def value(self) -> float:
         return 1.0 if self._mu is None else float(self._mu)
 
+    def restore(self, value: float, device: torch.device) -> None:
+        """Continue with the `value` of an earlier run."""
+        self._mu = torch.tensor(value, dtype=torch.float32, device=device)
+
     def shared_amax(
         self, shares: Sequence[Sequence[torch.Tensor]], members: Members
     ) -> torch.Tensor:

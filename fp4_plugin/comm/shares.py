@@ -42,7 +42,11 @@ def require_reducible(tensor: torch.Tensor) -> torch.Tensor:
             f"cannot reduce {tensor.dtype} in FP8: allowed are {[str(d) for d in _DTYPES]}; "
             "use torch.distributed for integers, and cast float64 first"
         )
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
+    if tensor.layout != torch.strided:
+        raise CommunicationError(
+            f"cannot reduce a sparse tensor ({tensor.layout}) in FP8; pass .to_dense()"
+        )
+    if not tensor.is_contiguous():
         raise CommunicationError(
             f"cannot reduce a tensor of shape {tuple(tensor.shape)} that is not contiguous: sums "
             "are written in place; pass .contiguous() and copy the result back"

@@ -33,6 +33,11 @@ def find_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f"unknown section {key!r}: it looks like {SECTION!r}; write it exactly so, or "
                 "remove it (DeepSpeed would ignore it and train in high precision)"
             )
+        if key in SectionModel.model_fields and key != "enabled":
+            raise ConfigError(
+                f"{key!r} stands beside {SECTION!r} and would be ignored there; write it inside "
+                f"the {SECTION!r} section"
+            )
     if SECTION not in ds_config:
         return None
     section: Mapping[str, Any] = ds_config[SECTION]

@@ -13,9 +13,16 @@ import torch
 from torch import nn
 
 from tests.distributed import initialize_distributed, run_ranks
-from tests.integrations.training import Trainer, batch, ds_config, tiny_llama
+from tests.integrations.training import (
+    Trainer,
+    batch,
+    ds_config,
+    skip_if_broken_upstream,
+    sound,
+    tiny_llama,
+)
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(420)]
 
 STEPS = 8
 HIDDEN, VOCABULARY = 64, 128
@@ -183,16 +190,17 @@ def ulysses(stage):
 def all_pipelines():
     initialize_distributed()
     fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-    return {
-        "pipeline zero0": pipeline(0),
-        "pipeline zero1": pipeline(1),
-        "pipeline BF16_Optimizer": pipeline(1, **fp32),
+    layouts = {
+        "pipeline zero0": (0, {}),
+        "pipeline zero1": (1, {}),
+        "pipeline BF16_Optimizer": (1, fp32),
     }
+    return {name: pipeline(layouts[name][0], **layouts[name][1]) for name in sound(PIPELINES)}
 
 
 def all_experts():
     initialize_distributed()
-    return {f"experts zero{stage}": experts(stage) for stage in (0, 1, 2)}
+    return {name: experts(int(name[-1])) for name in sound(EXPERTS)}
 
 
 def all_ulysses():
@@ -203,7 +211,7 @@ def all_ulysses():
 @pytest.fixture(scope="module")
 def results():
     kinds = (all_pipelines, all_experts, all_ulysses)
-    found = [run_ranks(kind, num_ranks=4, timeout_s=90) for kind in kinds]
+    found = [run_ranks(kind, num_ranks=4, timeout_s=130) for kind in kinds]
     return [
         {name: one for part in parts for name, one in part.items()}
         for parts in zip(*found, strict=True)
@@ -215,35 +223,42 @@ EXPERTS = ("experts zero0", "experts zero1", "experts zero2")
 ULYSSES = ("ulysses zero1", "ulysses zero2")
 
 
+def results_of(name, results):
+    skip_if_broken_upstream(name)
+    return [one[name] for one in results]
+
+
 @pytest.mark.parametrize("name", (*PIPELINES, *EXPERTS, *ULYSSES))
 def test_the_update_is_close_to_that_of_exact_reduction(results, name):
-    for one in results:
-        assert 0 < one[name]["update"] <= UPDATE
-        assert sum(one[name]["calls"].values()) >= STEPS
+    for one in results_of(name, results):
+        assert 0 < one["update"] <= UPDATE
+        assert sum(one["calls"].values()) >= STEPS
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_tied_gradients_of_a_pipeline_stay_exact(results, name):
-    for one in results:
-        sums = one[name]["exact_float_sums_of_process"]
+    of_ranks = results_of(name, results)
+    for one in of_ranks:
+        sums = one["exact_float_sums_of_process"]
         assert any(key.endswith("_exec_reduce_tied_grads") for key in sums), sums
-        assert one[name]["exact_calls"]["tied parameters"] == STEPS
-    assert len({one[name]["tied"] for one in results}) == 1
+        assert one["exact_calls"]["tied parameters"] == STEPS
+    assert len({one["tied"] for one in of_ranks}) == 1
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_ranks_of_a_pipeline_stage_hold_the_same_bits(results, name):
     by_stage = {}
-    for one in results:
-        by_stage.setdefault(one[name]["stage"], []).append(one[name]["model"])
+    for one in results_of(name, results):
+        by_stage.setdefault(one["stage"], []).append(one["model"])
     assert [len(models) for models in by_stage.values()] == [2, 2]
     assert all(first == second for first, second in by_stage.values())
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_reduced_over_their_own_group(results, name):
-    assert len({tuple(one[name]["shared"]) for one in results}) == 1
-    held = [tuple(one[name]["experts"]) for one in results]
+    of_ranks = results_of(name, results)
+    assert len({tuple(one["shared"]) for one in of_ranks}) == 1
+    held = [tuple(one["experts"]) for one in of_ranks]
     assert held[0] == held[2]
     assert held[1] == held[3]
     assert held[0] != held[1]
@@ -251,5 +266,6 @@ def test_experts_are_reduced_over_their_own_group(results, name):
 
 @pytest.mark.parametrize("name", ULYSSES)
 def test_ranks_that_share_a_sequence_hold_the_same_bits(results, name):
-    assert [one[name]["sequence parallel"] for one in results] == [2] * 4
-    assert len({tuple(one[name]["model"]) for one in results}) == 1
+    of_ranks = results_of(name, results)
+    assert [one["sequence parallel"] for one in of_ranks] == [2] * 4
+    assert len({tuple(one["model"]) for one in of_ranks}) == 1

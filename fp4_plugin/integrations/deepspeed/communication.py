@@ -6,14 +6,13 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from fp4_plugin.comm.error_feedback import ErrorFeedback
 from fp4_plugin.comm.spec import CommunicationSpec
 from fp4_plugin.comm.transport import members_of
 from fp4_plugin.errors import MismatchError, NotRunYet
 from fp4_plugin.integrations.deepspeed.agreement import Groups, gather
+from fp4_plugin.integrations.deepspeed.communication_memory import Memory
 from fp4_plugin.integrations.deepspeed.gradients import reduce_gradients_in_fp8
 from fp4_plugin.integrations.deepspeed.reduction_scope import exact_reductions
 from fp4_plugin.integrations.deepspeed.timeouts import device_of, use_job_timeout
@@ -24,13 +23,13 @@ logger = logging.getLogger("fp4_plugin")
 
 # Fractions cost a pass over the gradients: counted in every so many-th step, and the first.
 _SAMPLING_INTERVAL = 10
-_FEEDBACK_FILE = "fp4_error_feedback_rank_{rank:05d}.safetensors"
 
 
 class EngineCommunication:
     """Makes `engine` reduce its gradients in FP8 and keeps account of it.
 
-    Raises UnsupportedError that names what this DeepSpeed version lacks.
+    memory: what error feedback and the automatic factor keep from step to step. Raises
+    UnsupportedError that names what this DeepSpeed version lacks.
     """
 
     def __init__(self, engine: Any, spec: CommunicationSpec, groups: Groups) -> None:
@@ -40,6 +39,7 @@ class EngineCommunication:
         self._groups = groups
         self._num_ranks = max(engine.dp_world_size, engine.seq_dp_world_size)
         self._reducer = reduce_gradients_in_fp8(engine, spec)
+        self.memory = Memory(engine, self._reducer, self._num_ranks)
         use_job_timeout(engine)
         self._skipped_steps = engine.skipped_steps
         self._written_bytes = 0
@@ -78,8 +78,7 @@ class EngineCommunication:
         self._skipped_steps = engine.skipped_steps
         self._report_non_finite(skipped)
         self._notice_bypass()
-        if skipped and self._reducer.feedback is not None:
-            self._reducer.feedback.reset()
+        self.memory.after_step(skipped)
         if self._reducer.factor is not None and self._num_ranks > 1:
             self._reducer.factor.step(members_of(engine.seq_data_parallel_group))
         self._write_monitor()
@@ -135,47 +134,6 @@ class EngineCommunication:
         self._non_finite = {
             rank: events for rank, events in found.items() if events and rank != dist.get_rank()
         }
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's error feedback to `folder`, if the mode is on."""
-        feedback = self._reducer.feedback
-        if feedback is None:
-            return
-        from safetensors.torch import save_file
-
-        path = self._feedback_path(folder)
-        aside = path.with_name(path.name + ".tmp")
-        residuals = {name: one.cpu() for name, one in feedback.residuals.items()}
-        save_file(residuals, aside, metadata={"ranks": str(self._num_ranks)})
-        aside.replace(path)
-
-    def load(self, folder: Path) -> None:
-        """Take error feedback back from `folder`; without a file that fits, start without it."""
-        feedback = self._reducer.feedback
-        if feedback is None:
-            return
-        problem = self._load(feedback, self._feedback_path(folder))
-        if problem is not None:
-            feedback.reset()
-            logger.warning("fp4: error feedback starts from zero: %s", problem)
-
-    def _load(self, feedback: ErrorFeedback, path: Path) -> str | None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "pt") as file:
-                saved_ranks = (file.metadata() or {}).get("ranks")
-                if saved_ranks != str(self._num_ranks):
-                    return f"{path} was saved by {saved_ranks} ranks, these are {self._num_ranks}"
-                feedback.load(
-                    {key: file.get_tensor(key) for key in file.keys()}, device_of(self._engine)
-                )
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            return f"cannot use {path}: {error}"
-        return None
-
-    def _feedback_path(self, folder: Path) -> Path:
-        return folder / _FEEDBACK_FILE.format(rank=self._engine.global_rank)
 
     def _report_non_finite(self, skipped: bool) -> None:
         """Name the parameters whose gradients were not finite before they were sent."""

@@ -57,7 +57,7 @@ COMMUNICATION_CONFLICTS: dict[str, str] = {
 }
 _FEEDBACK_STAGE = (
     '"error_feedback" keeps a whole float32 copy of the gradients on every rank, which is what '
-    "stages 2 and 3 exist to avoid; it works with stages 0 and 1"
+    'stages 2 and 3 exist to avoid; it works with stages 0 and 1. Or set "error_feedback": false'
 )
 
 

@@ -131,7 +131,7 @@ def _add_to_checkpoints(
         folder = Path(arguments["save_dir"]) / name
         result = original(*args, **kwargs)
         if communication is not None:
-            communication.save(folder)
+            communication.memory.save(folder)
             communication.exchange_reports()
         if engine.global_rank == 0:
             write_manifest(folder / MANIFEST_NAME, activation.manifest(**_facts(engine)))
@@ -147,7 +147,7 @@ def _take_from_checkpoints(engine: Any, communication: EngineCommunication) -> N
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if result[0] is not None:  # the path of what was loaded
-            communication.load(Path(result[0]).parent)
+            communication.memory.load(Path(result[0]).parent)
         return result
 
     engine.load_checkpoint = load_checkpoint
