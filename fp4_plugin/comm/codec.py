@@ -23,6 +23,7 @@ from fp4_plugin.core.codes import decode
 from fp4_plugin.core.formats import E4M3, E5M2, FORMATS, MiniFloat
 from fp4_plugin.core.ops import quantize_rows
 from fp4_plugin.errors import CommunicationError, ConfigError
+from fp4_plugin.registry import nearest_name
 
 __all__ = ["BLOCK_SIZES", "WIRE_FORMATS", "BlockCodec", "MessageParts"]
 
@@ -78,7 +79,9 @@ class BlockCodec:
         """The codec of a format given by name, as in JSON."""
         if not isinstance(format, str) or format not in FORMATS:
             allowed = [fmt.name for fmt in WIRE_FORMATS]
-            raise ConfigError(f"format {format!r} cannot travel: allowed are {allowed}")
+            guess = nearest_name(str(format), allowed)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            raise ConfigError(f"format {format!r} cannot travel: allowed are {allowed}{hint}")
         return cls(FORMATS[format], block_size)
 
     def identity(self) -> list[int]:

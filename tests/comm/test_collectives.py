@@ -356,7 +356,7 @@ REFUSALS = {
     "float64": "cast float64 first",
     "strided": "shape (64,) that is not contiguous",
     "transposed": "shape (8, 5) that is not contiguous",
-    "sparse": "shape (8, 8) that is not contiguous",
+    "sparse": "sparse tensor (torch.sparse_coo) in FP8; pass .to_dense()",
     "output": "not contiguous",
     "sizes": "input has 41 elements, which is not 4 times the 10 of output",
     "runs": "the owned runs have 63 elements, the tensor 64",
