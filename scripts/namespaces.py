@@ -88,6 +88,10 @@ class TwoHosts:
         (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *nodes]))
         (folder / "nsswitch.conf").write_text("hosts: files\n")
 
+    def cut_link(self) -> None:
+        """From now on nothing arrives at either host."""
+        configure("ip", "-n", self._names[1], "link", "set", INTERFACE, "down")
+
     def sent_bytes(self, host: int) -> int:
         command = ["ip", "netns", "exec", self._names[host], "cat", "/proc/net/dev"]
         return sent_bytes(
