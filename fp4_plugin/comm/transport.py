@@ -35,6 +35,7 @@ __all__ = [
     "finish_work",
     "members_of",
     "require_same_layout",
+    "timeout_of",
 ]
 
 # Tells our messages from those that others send between the same ranks.
@@ -196,10 +197,10 @@ def _remember(works: _Works, members: Members, what: str) -> None:
         finish_work(next(iter(unfinished)), what, members)
 
 
-def _timeout_of(members: Members, device: torch.device) -> Any:
-    """A timedelta, or None where the backend does not tell."""
+def timeout_of(group: Any, device: torch.device) -> Any:
+    """The limit of the collectives of `group`, a timedelta; None where its backend hides it."""
     try:
-        return members.group._get_backend(device).options._timeout
+        return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return None
 
@@ -230,7 +231,7 @@ def _pairwise(
             for one in others
             if len(sent[one])
         ]
-        return _Works([*receives, *sends], _timeout_of(members, sent[members.rank].device))
+        return _Works([*receives, *sends], timeout_of(members.group, sent[members.rank].device))
 
     works = _guarded(post, what, members)
     if async_op:

@@ -5,11 +5,12 @@ every engine of a process. What tells them apart is who calls: an engine that as
 enters a scope in its reducing methods (gradients.py). The functions replaced here look for a scope;
 without one they pass the call on.
 
-    deepspeed.comm.comm.cdb.all_reduce, .reduce, .reduce_scatter_tensor    every stage
-    deepspeed.runtime.zero.stage3.reduce_scatter_coalesced                 ZeRO-3
+    deepspeed.comm.comm.cdb.all_reduce, .reduce               every stage
+    deepspeed.runtime.zero.stage3.reduce_scatter_coalesced    ZeRO-3
+    deepspeed.comm.comm.cdb.reduce_scatter_tensor             counted only
 
-The last one is replaced as a whole because it pads with uninitialised memory, which would decide
-about the scale of the block it falls into.
+ZeRO-3's is replaced as a whole because it pads with uninitialised memory, which would decide about
+the scale of the block it falls into; what it hands on to the last one stays exact.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _run_by_run(
     is_one = len(runs) == 1
     for start, stop, is_exact in runs:
         part = flat[start:stop]
-        describe = scope.describe if is_one else _describe_within(scope, start, stop)
+        describe = _describe_within(scope, start, stop)
         if is_exact:
             scope.reducer.traffic.count_exact("tied parameters", stop - start)
             original(part, **extra, group=call["group"])
@@ -206,12 +207,9 @@ def _owners_within(owners: Owners, start: int, stop: int) -> list[tuple[int, Seq
 
 def _reduce_scatter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = _bind(_REDUCE_SCATTER, args, kwargs)
-    scope = _scope_for("reduce_scatter", call["input_tensor"], call)
-    if scope is None:
-        return original(*args, **kwargs)
-    return scope.reducer.reduce_scatter(
-        call["output_tensor"], call["input_tensor"], call["group"], async_op=call["async_op"]
-    )
+    if getattr(_current, "scope", None) is None:
+        _count_exact("reduce_scatter", call["input_tensor"], call["op"])
+    return original(*args, **kwargs)
 
 
 def _scope_for(name: str, tensor: torch.Tensor, call: Mapping[str, Any]) -> Scope | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fp4_plugin.comm.transport import timeout_of
+
 __all__ = ["device_of", "use_job_timeout"]
 
 logger = logging.getLogger("fp4_plugin")
@@ -26,12 +28,12 @@ def use_job_timeout(engine: Any) -> None:
 
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     device = device_of(engine)
-    limit = _timeout_of(dist.group.WORLD, device)
+    limit = timeout_of(dist.group.WORLD, device)
     if set_timeout is None or limit is None:
         logger.warning("fp4: collectives of gradients keep the default timeout of their groups")
         return
     for group in _data_parallel_groups(engine):
-        if _timeout_of(group, device) not in (limit, None):
+        if timeout_of(group, device) not in (limit, None):
             set_timeout(limit, group)
 
 
@@ -47,11 +49,3 @@ def _data_parallel_groups(engine: Any) -> list[Any]:
     if engine.mpu is not None:
         groups.append(engine.mpu.get_data_parallel_group())
     return [group for group in groups if group is not None]
-
-
-def _timeout_of(group: Any, device: torch.device) -> Any:
-    """A timedelta, or None where the backend does not tell."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
