@@ -1,0 +1,134 @@
+"""The state of one parameter: its keys, how it starts, and its forms in a checkpoint.
+
+In memory a moment is a tensor of codes of the parameter's shape and a vector of scales, one per
+BLOCK_SIZE elements of the flattened parameter. In a checkpoint it is, by default, `portable`:
+float32 under the names of torch.optim.AdamW, which AdamW itself loads and DeepSpeed's universal
+format is made from. Writing and reading that changes no bit. `native` is half the size: the codes
+themselves, under names that neither of the two takes for numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp4_plugin.errors import ConfigError
+from fp4_plugin.optim.scratch import decode_tensor, encode_tensor
+from fp4_plugin.optim.state_format import StateFormat, num_blocks
+from fp4_plugin.optim.update import Formats
+
+__all__ = [
+    "EXP_AVG",
+    "EXP_AVG_SQ",
+    "MASTER",
+    "SCALE",
+    "STEP",
+    "export_state",
+    "import_state",
+    "is_packed",
+    "new_state",
+]
+
+State = dict[str, Any]
+
+# Always there, and part of every checkpoint.
+STEP = "step"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+# There for parameters of 16 bits, and part of every checkpoint.
+MASTER = "master"
+# Added to a name above. In memory and in native checkpoints, never in portable ones.
+SCALE = "_scale"
+# Added to a name above. In native checkpoints only.
+CODES = "_codes"
+
+
+def new_state(param: torch.Tensor, formats: Formats) -> State:
+    """Zero moments, and for a 16-bit parameter its master: a copy of it."""
+    state: State = {STEP: torch.zeros((), dtype=torch.float32)}
+    for name, fmt in _moments(formats):
+        state[name] = torch.zeros(param.shape, dtype=fmt.dtype, device=param.device)
+        state[name + SCALE] = torch.ones(num_blocks(param.numel()), device=param.device)
+    if param.dtype != torch.float32:
+        state |= _stored(MASTER, param.detach(), formats.master)
+    return state
+
+
+def is_packed(state: Mapping[str, Any]) -> bool:
+    """False if a moment is a float32 tensor that somebody else has put there to be encoded."""
+    return all(state[name].dtype != torch.float32 for name in (EXP_AVG, EXP_AVG_SQ))
+
+
+def export_state(state: Mapping[str, Any], formats: Formats, native: bool) -> State:
+    """`state` for a checkpoint, in host memory: exporting takes no memory of the device."""
+    if not is_packed(state):  # from a universal checkpoint, and no step since
+        return {name: value for name, value in state.items() if not name.endswith(SCALE)}
+    exported: State = {STEP: state[STEP]}
+    for name, fmt in _kept(state, formats):
+        codes = state[name].cpu()
+        if fmt is None:
+            exported[name] = codes
+        elif native:
+            exported[name + CODES], exported[name + SCALE] = codes, state[name + SCALE].cpu()
+        else:
+            exported[name] = decode_tensor(codes, state[name + SCALE].cpu(), fmt)
+    return exported
+
+
+def import_state(param: torch.Tensor, saved: Mapping[str, Any], formats: Formats) -> State:
+    """The state in memory of what `export_state`, AdamW or a universal checkpoint holds.
+
+    Raises ConfigError if a moment is missing, has another number of elements than `param`, or
+    belongs to amsgrad.
+    """
+    if "max_exp_avg_sq" in saved:
+        raise ConfigError(
+            "the optimiser state holds 'max_exp_avg_sq': it is that of AdamW with amsgrad, which "
+            "FP16StateAdamW does not implement; continue with torch.optim.AdamW"
+        )
+    state: State = {STEP: torch.tensor(float(saved.get(STEP, 0.0)), dtype=torch.float32)}
+    for name, fmt in _moments(formats):
+        state |= _stored(name, _saved_values(name, saved, param), fmt)
+    if param.dtype != torch.float32:
+        has_master = MASTER in saved or MASTER + CODES in saved
+        master = _saved_values(MASTER, saved, param) if has_master else param.detach()
+        state |= _stored(MASTER, master, formats.master)
+    return state
+
+
+def _moments(formats: Formats) -> list[tuple[str, StateFormat]]:
+    return [(EXP_AVG, formats.exp_avg), (EXP_AVG_SQ, formats.exp_avg_sq)]
+
+
+def _kept(state: Mapping[str, Any], formats: Formats) -> list[tuple[str, StateFormat | None]]:
+    return [*_moments(formats), *([(MASTER, formats.master)] if MASTER in state else [])]
+
+
+def _stored(name: str, values: torch.Tensor, fmt: StateFormat | None) -> State:
+    if fmt is None:
+        return {name: values.to(torch.float32, copy=True)}
+    codes, scale = encode_tensor(values, fmt)
+    return {name: codes, name + SCALE: scale}
+
+
+def _saved_values(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor:
+    """What `saved` says of `name`, on the device and in the shape of `param`."""
+    if name + CODES in saved:
+        codes = saved[name + CODES]
+        fmt = StateFormat(name, codes.dtype, is_root=name == EXP_AVG_SQ)
+        values = decode_tensor(codes, saved[name + SCALE], fmt)
+    elif name in saved:
+        values = saved[name]
+    else:
+        raise ConfigError(
+            f"the optimiser state has no {name!r} (it has {sorted(map(str, saved))}): it is not "
+            "that of AdamW or FP16StateAdamW"
+        )
+    if values.numel() != param.numel():
+        raise ConfigError(
+            f"{name!r} in the optimiser state has {values.numel():,} elements, the parameter "
+            f"{param.numel():,}: the checkpoint is of another model or parallel layout"
+        )
+    return values.to(param.device).view(param.shape)
