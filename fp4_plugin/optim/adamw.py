@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
 from fp4_plugin.errors import ConfigError
+from fp4_plugin.optim.arithmetic import Hyperparameters
 from fp4_plugin.optim.state_format import STATE_FORMATS
 from fp4_plugin.optim.states import SCALE, STEP, export_state, import_state, is_packed, new_state
-from fp4_plugin.optim.stepper import Stepper
-from fp4_plugin.optim.update import Coefficients, Formats
+from fp4_plugin.optim.stepper import Stepper, Work
+from fp4_plugin.optim.update import Formats
 
 __all__ = ["FP16StateAdamW"]
 
@@ -109,9 +111,19 @@ class FP16StateAdamW(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             formats = _formats(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group, formats)
+            work = [
+                self._work(param, param.grad, formats)
+                for param in group["params"]
+                if param.grad is not None
+            ]
+            hyperparameters = partial(
+                Hyperparameters,
+                lr=float(group["lr"]),
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+            self._stepper.update(work, formats, hyperparameters, compiled=group["compile"])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,9 +176,7 @@ class FP16StateAdamW(Optimizer):
                 total[kind] = total.get(kind, 0) + value.numel() * value.element_size()
         return total
 
-    def _update(
-        self, param: torch.Tensor, grad: torch.Tensor, group: Group, formats: Formats
-    ) -> None:
+    def _work(self, param: torch.Tensor, grad: torch.Tensor, formats: Formats) -> Work:
         if grad.layout != torch.strided:
             raise ConfigError(
                 "FP16StateAdamW got a sparse gradient: make the layer dense "
@@ -179,12 +189,7 @@ class FP16StateAdamW(Optimizer):
             # DeepSpeed's universal checkpoints put float32 moments here.
             self.state[param] = state = import_state(param, state, formats)
         state[STEP] += 1
-        step = int(state[STEP])
-        lr, betas = float(group["lr"]), group["betas"]
-        coefficients = Coefficients.at_step(step, lr, betas, group["eps"], group["weight_decay"])
-        self._stepper.update(
-            param, grad, state, formats, step, coefficients, compiled=group["compile"]
-        )
+        return Work(param, grad, state, step=int(state[STEP]))
 
 
 class _Hidden:

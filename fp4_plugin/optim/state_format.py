@@ -27,12 +27,9 @@ __all__ = ["BLOCK_SIZE", "STATE_FORMATS", "StateFormat", "Workspace", "num_block
 BLOCK_SIZE = 1024
 
 _MANTISSA_BITS_FP32 = 23
+_BIAS_FP32 = 127
 _EXPONENT_MASK_FP32 = 0x7F800000
 _MIN_SUBNORMAL_EXPONENT_FP32 = -149
-# The bits of a finite E4M3 number, moved up by 7, are an FP16 number 2^-8 as large. Moving them is
-# exact and several times faster on CPU than the casts; NaN and Inf live in the scale.
-_FP16_PER_E4M3 = 2.0**8
-_EXPONENT_TOP_BIT_FP16 = 0x4000
 # Large enough that one float32 spacing below a format's smallest normal, times this, exceeds it.
 _STEEP = 2.0**60
 
@@ -54,12 +51,14 @@ class StateFormat:
 
     dtype: of the codes, a floating-point type of 16 or 8 bits. is_root: the square root is stored.
     stochastic: round up with the probability of the distance to the lower neighbour.
+    stochastic_subnormals: so too below the normal range; otherwise to nearest there.
     """
 
     name: str
     dtype: torch.dtype
     is_root: bool = False
     stochastic: bool = False
+    stochastic_subnormals: bool = False
 
     @property
     def mantissa_bits(self) -> int:
@@ -85,15 +84,25 @@ class StateFormat:
         exponent = math.ceil(_MIN_SUBNORMAL_EXPONENT_FP32 / (2 if self.is_root else 1))
         return 2.0 ** (exponent - round(math.log2(self.min_normal)) + self.mantissa_bits)
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """out = (codes * scale), squared for a root.
+    @property
+    def _rebias(self) -> int:
+        """Exponent bias of float32 less that of the format."""
+        return _BIAS_FP32 - (1 - round(math.log2(self.min_normal)))
 
-        codes: (blocks, width); scale: (blocks, 1) float32; out: (blocks, width) float32.
+    def storage(self, codes: torch.Tensor) -> torch.Tensor:
+        """`codes` as `decode` and `encode` work on them: 8-bit codes as integers."""
+        return codes.view(torch.int8) if self.dtype.itemsize == 1 else codes
+
+    def decode(
+        self, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, workspace: Workspace
+    ) -> None:
+        """out = codes * scale, squared for a root.
+
+        codes: (blocks, width) as from `storage`; scale: (blocks, 1) float32; out: (blocks, width)
+        float32.
         """
-        if self.dtype == torch.float8_e4m3fn:
-            bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-            out.copy_(bits.bitwise_and_(~_EXPONENT_TOP_BIT_FP16).view(torch.float16))
-            scale = scale * _FP16_PER_E4M3
+        if self.dtype.itemsize == 1:
+            self._widen(codes, out, workspace)
         else:
             out.copy_(codes)
         out.mul_(scale)
@@ -108,26 +117,24 @@ class StateFormat:
         noise: torch.Tensor | None,
         workspace: Workspace,
     ) -> None:
-        """Store `x` in `codes` and `scale`; `x` is left as what the codes stand for, scaled.
+        """Store `x`, which is used up, in `codes` and `scale`.
 
-        x: (blocks, width) float32, not negative for a root. noise: int32 below 2^dropped_bits, of
-        the shape of `x`; None rounds to nearest. A block with a number that is not finite becomes
-        NaN as a whole, and so stays visible.
+        x: (blocks, width) float32, not negative for a root; codes as from `storage`. noise: int32
+        below 2^dropped_bits, of the shape of `x`; None rounds to nearest. A block with a number
+        that is not finite becomes NaN as a whole, and so stays visible.
         """
         if self.is_root:
             x.sqrt_()
         scale.copy_(self._scale(_block_amax(x, is_positive=self.is_root)))
         x.mul_(1.0 / scale)
-        if noise is None:
-            codes.copy_(x)
-            return
-        self._add_noise(x, noise, workspace)
-        if self.dtype == torch.float8_e4m3fn:
-            bits = (x * (1.0 / _FP16_PER_E4M3)).to(torch.float16).view(torch.int16)
-            sign = (bits >> 8).bitwise_and_(-0x80)
-            codes.view(torch.int8).copy_(bits.bitwise_right_shift_(7).bitwise_and_(0x7F) | sign)
+        if noise is not None and self.stochastic_subnormals:
+            self._round_small(x, noise, workspace)
+        elif noise is not None:
+            self._round_normal(x, noise)
+        if self.dtype.itemsize == 1 and noise is not None:
+            self._narrow(x, codes, workspace)
         else:
-            codes.copy_(x)
+            codes.view(self.dtype).copy_(x)
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         """Power of two for each block; inf where amax is not finite, which decodes to NaN.
@@ -139,12 +146,18 @@ class StateFormat:
         binade = (amax.view(torch.int32) + round_up).bitwise_and_(_EXPONENT_MASK_FP32)
         return binade.view(torch.float32).mul_(2.0**-self.top_exponent).clamp_(min=self.min_scale)
 
-    def _add_noise(self, x: torch.Tensor, noise: torch.Tensor, workspace: Workspace) -> None:
-        """Round `x` to the format's grid, stochastically, in place.
+    def _round_normal(self, x: torch.Tensor, noise: torch.Tensor) -> None:
+        """Round numbers of the format's normal range stochastically to its grid, in place.
 
-        Adding noise to the bits that will be dropped, then dropping them, rounds a normal number.
-        Below min_normal the grid is that of the binade above: there x moves up by min_normal, is
-        rounded, and moves back.
+        Adding noise to the bits that will be dropped carries into those that are kept with the
+        right probability.
+        """
+        x.view(torch.int32).add_(noise).bitwise_and_(-(1 << self.dropped_bits))
+
+    def _round_small(self, x: torch.Tensor, noise: torch.Tensor, workspace: Workspace) -> None:
+        """The same, also below the normal range, where the grid is that of the binade above.
+
+        There x moves up by min_normal, is rounded, and moves back.
         """
         shift = workspace.like(x, "shift", torch.float32)
         if self.is_root:
@@ -156,8 +169,42 @@ class StateFormat:
         if not self.is_root:
             torch.copysign(shift, x, out=shift)
         x.add_(shift)
-        x.view(torch.int32).add_(noise).bitwise_and_(-(1 << self.dropped_bits))
+        self._round_normal(x, noise)
         x.sub_(shift)
+
+    def _widen(self, codes: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
+        """8-bit codes to float32, several times faster on CPU than the cast.
+
+        With the code's exponent and mantissa moved into a float32, y is right for normal numbers;
+        for subnormal ones 2 y - min_normal is, and it is the smaller of the two just there.
+        """
+        signed = workspace.like(out, "shift", torch.float32)
+        signed.view(torch.int32).copy_(codes)
+        bits = out.view(torch.int32)
+        torch.bitwise_and(signed.view(torch.int32), 0x7F, out=bits)
+        bits.bitwise_left_shift_(self.dropped_bits).add_(self._rebias << _MANTISSA_BITS_FP32)
+        doubled = workspace.like(out, "doubled", torch.float32)
+        torch.mul(out, 2.0, out=doubled)
+        doubled.sub_(self.min_normal)
+        torch.minimum(out, doubled, out=out)
+        torch.copysign(out, signed, out=out)
+
+    def _narrow(self, x: torch.Tensor, codes: torch.Tensor, workspace: Workspace) -> None:
+        """float32 to 8-bit codes: exact for what is on the grid; subnormal numbers round half up.
+
+        The inverse of `_widen`: of x and (x + min_normal) / 2, the larger has the code's bits.
+        """
+        magnitude = workspace.like(x, "shift", torch.float32)
+        torch.abs(x, out=magnitude)
+        halved = workspace.like(x, "doubled", torch.float32)
+        torch.add(magnitude, self.min_normal, out=halved)
+        torch.maximum(magnitude, halved.mul_(0.5), out=magnitude)
+        bits = magnitude.view(torch.int32)
+        bits.add_((1 << (self.dropped_bits - 1)) - (self._rebias << _MANTISSA_BITS_FP32))
+        bits.bitwise_right_shift_(self.dropped_bits)
+        sign = halved.view(torch.int32)
+        torch.bitwise_right_shift(x.view(torch.int32), 24, out=sign)
+        codes.copy_(bits.bitwise_or_(sign.bitwise_and_(-0x80)))
 
 
 def _block_amax(x: torch.Tensor, is_positive: bool) -> torch.Tensor:
@@ -168,8 +215,16 @@ def _block_amax(x: torch.Tensor, is_positive: bool) -> torch.Tensor:
 
 STATE_FORMATS: Registry[StateFormat] = Registry("optimiser state format")
 STATE_FORMATS.register("fp16", StateFormat("fp16", torch.float16))
+# Subnormal codes to nearest: rounded up by chance, an entry would be many times too large, and so
+# would be the weight's update, because the second moment of small gradients is kept exactly.
 STATE_FORMATS.register("e4m3", StateFormat("e4m3", torch.float8_e4m3fn, stochastic=True))
-STATE_FORMATS.register("fp16_master", StateFormat("fp16_master", torch.float16, stochastic=True))
 STATE_FORMATS.register(
-    "fp16_sqrt", StateFormat("fp16_sqrt", torch.float16, is_root=True, stochastic=True)
+    "fp16_sqrt",
+    StateFormat(
+        "fp16_sqrt", torch.float16, is_root=True, stochastic=True, stochastic_subnormals=True
+    ),
+)
+STATE_FORMATS.register(
+    "fp16_master",
+    StateFormat("fp16_master", torch.float16, stochastic=True, stochastic_subnormals=True),
 )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fp4_plugin.errors import ConfigError
-from fp4_plugin.optim.scratch import decode_tensor, encode_tensor
+from fp4_plugin.optim.pieces import SCALE, Fields, for_each_piece
+from fp4_plugin.optim.scratch import Scratch
 from fp4_plugin.optim.state_format import StateFormat, num_blocks
 from fp4_plugin.optim.update import Formats
 
@@ -25,6 +26,8 @@ __all__ = [
     "MASTER",
     "SCALE",
     "STEP",
+    "decode_tensor",
+    "encode_tensor",
     "export_state",
     "import_state",
     "is_packed",
@@ -39,9 +42,8 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 # There for parameters of 16 bits, and part of every checkpoint.
 MASTER = "master"
-# Added to a name above. In memory and in native checkpoints, never in portable ones.
-SCALE = "_scale"
-# Added to a name above. In native checkpoints only.
+# Added to a name above. In native checkpoints only; SCALE is there, too, and in memory, but never
+# in portable ones.
 CODES = "_codes"
 
 
@@ -96,6 +98,35 @@ def import_state(param: torch.Tensor, saved: Mapping[str, Any], formats: Formats
         master = _saved_values(MASTER, saved, param) if has_master else param.detach()
         state |= _stored(MASTER, master, formats.master)
     return state
+
+
+def encode_tensor(values: torch.Tensor, fmt: StateFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of any shape -> codes of that shape, rounded to nearest, and float32 block scales."""
+    x = values.detach().to(torch.float32, copy=True).reshape(-1)
+    codes = torch.empty(values.shape, dtype=fmt.dtype, device=x.device)
+    scale = torch.ones(num_blocks(x.numel()), dtype=torch.float32, device=x.device)
+    scratch = Scratch()
+
+    def encode(piece: Fields) -> None:
+        fmt.encode(piece["x"], piece["codes"], piece["codes_scale"], None, scratch)
+
+    fields = {"x": x, "codes": fmt.storage(codes.view(-1)), "codes_scale": scale}
+    for_each_piece([fields], scratch, encode, constant=("x",))
+    return codes, scale
+
+
+def decode_tensor(codes: torch.Tensor, scale: torch.Tensor, fmt: StateFormat) -> torch.Tensor:
+    """The inverse of `encode_tensor`: float32 of the shape of `codes`."""
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    scratch = Scratch()
+
+    def decode(piece: Fields) -> None:
+        fmt.decode(piece["codes"], piece["codes_scale"], piece["values"], scratch)
+
+    stored = fmt.storage(codes.reshape(-1))
+    fields = {"values": values.view(-1), "codes": stored, "codes_scale": scale}
+    for_each_piece([fields], scratch, decode, constant=("codes", "codes_scale"))
+    return values
 
 
 def _moments(formats: Formats) -> list[tuple[str, StateFormat]]:

@@ -1,27 +1,45 @@
-"""From a parameter and its states to the pieces that a step works on, eagerly or compiled."""
+"""From parameters and their states to the pieces that a step works on, eagerly or compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fp4_plugin.optim.arithmetic import (
+    Hyperparameters,
+    TensorCoefficients,
+    adamw,
+    fused_adamw,
+)
 from fp4_plugin.optim.noise import NoiseTile
-from fp4_plugin.optim.scratch import CompilerWorkspace, Scratch, max_blocks, pieces
-from fp4_plugin.optim.state_format import BLOCK_SIZE, StateFormat
-from fp4_plugin.optim.states import EXP_AVG, EXP_AVG_SQ, MASTER, SCALE
-from fp4_plugin.optim.update import Coefficients, Formats, Noise, Piece, update_piece
+from fp4_plugin.optim.pieces import SCALE, Fields, for_each_piece
+from fp4_plugin.optim.scratch import CompilerWorkspace, Scratch, max_blocks
+from fp4_plugin.optim.state_format import StateFormat
+from fp4_plugin.optim.states import EXP_AVG, EXP_AVG_SQ, MASTER
+from fp4_plugin.optim.update import Formats, Noise, Piece, update_piece
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "Work"]
 
 # Each kind of state that is rounded stochastically draws its own bits.
 _STREAMS = {EXP_AVG_SQ: 0, MASTER: 1, EXP_AVG: 2}
+_CONSTANT = ("grad",)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One parameter that takes a step. param, grad: the same shape, any strides."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    step: int
 
 
 class Stepper:
-    """Applies AdamW to one parameter at a time; what it holds is scratch memory only."""
+    """Applies AdamW to parameters in place; what it holds is scratch memory only."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -30,63 +48,78 @@ class Stepper:
 
     def update(
         self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: Mapping[str, Any],
+        work: Iterable[Work],
         formats: Formats,
-        step: int,
-        coefficients: Coefficients,
+        hyperparameters: Callable[[int], Hyperparameters],
         compiled: bool,
     ) -> None:
-        """Change `param` and `state` in place. param, grad: the same shape, any strides."""
-        flat = param.detach().reshape(-1)
-        tensors = {name: value.view(-1) for name, value in state.items() if value.dim()}
-        tensors |= {"param": flat, "grad": grad.detach().reshape(-1)}
-        tiles = self._tiles(formats, step, flat.device)
-        for elements, blocks, width in pieces(flat.numel(), flat.device):
-            piece = Piece(
-                **{
-                    name: value[blocks].view(-1, 1)
-                    if name.endswith(SCALE)
-                    else value[elements].view(-1, width)
-                    for name, value in tensors.items()
-                }
-            )
-            rows = blocks.stop - blocks.start
-            noise = Noise(**{name: tile[:rows, :width] for name, tile in tiles.items()})
-            # The last, short block has another width, which is not worth compiling for.
-            if compiled and width == BLOCK_SIZE:
-                self._run_compiled(piece, formats, coefficients, noise)
-            else:
-                update_piece(piece, formats, coefficients, noise, self._scratch)
-        if flat.data_ptr() != param.data_ptr():  # of a tensor that is not contiguous it is a copy
-            param.copy_(flat.view(param.shape))
+        """One step of all of `work`; `hyperparameters` of the number of a step, from 1."""
+        alike: dict[tuple[Any, ...], list[Work]] = {}
+        for one in work:
+            key = (one.step, one.param.device, one.param.dtype, one.grad.dtype)
+            alike.setdefault(key, []).append(one)
+        for (step, device, *_), those in alike.items():
+            noise = self._noise_at(step, formats, device)
+            self._update_alike(those, formats, hyperparameters(step), noise, compiled)
 
-    def _tiles(self, formats: Formats, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-        kinds: dict[str, StateFormat | None] = {
-            EXP_AVG: formats.exp_avg,
-            EXP_AVG_SQ: formats.exp_avg_sq,
-            MASTER: formats.master,
-        }
+    def _update_alike(
+        self,
+        work: list[Work],
+        formats: Formats,
+        hyper: Hyperparameters,
+        noise: Mapping[str, torch.Tensor],
+        compiled: bool,
+    ) -> None:
+        coefficients = TensorCoefficients.of(hyper) if compiled else hyper
+
+        def run(fields: Fields) -> None:
+            piece = Piece(**fields)
+            bits = Noise(**{name: tile[: len(piece.param)] for name, tile in noise.items()})
+            if compiled:
+                self._compile()(piece, formats, adamw, coefficients, bits, _COMPILER)
+            else:
+                update_piece(piece, formats, fused_adamw, coefficients, bits, self._scratch)
+
+        flat = [one.param.detach().reshape(-1) for one in work]
+        fields = [_fields(param, one, formats) for param, one in zip(flat, work, strict=True)]
+        for_each_piece(fields, self._scratch, run, constant=_CONSTANT)
+        for param, one in zip(flat, work, strict=True):
+            if param.data_ptr() != one.param.data_ptr():  # a copy: the parameter has gaps
+                one.param.copy_(param.view(one.param.shape))
+
+    def _noise_at(
+        self, step: int, formats: Formats, device: torch.device
+    ) -> dict[str, torch.Tensor]:
         return {
             name: self._noise[name].rows(step, fmt.dropped_bits, max_blocks(device), device)
-            for name, fmt in kinds.items()
+            for name, fmt in _kinds(formats).items()
             if fmt is not None and fmt.stochastic
         }
 
-    def _run_compiled(
-        self, piece: Piece, formats: Formats, coefficients: Coefficients, noise: Noise
-    ) -> None:
+    def _compile(self) -> Callable[..., None]:
         if self._compiled is None:
             self._compiled = torch.compile(update_piece)
-        # As tensors: a number that changes would be compiled in, again in every step.
-        varying = replace(
-            coefficients,
-            decay=torch.tensor(coefficients.decay),
-            step_size=torch.tensor(coefficients.step_size),
-            root_correction=torch.tensor(coefficients.root_correction),
-        )
-        self._compiled(piece, formats, varying, noise, _COMPILER)
+        return self._compiled
 
 
 _COMPILER = CompilerWorkspace()
+
+
+def _kinds(formats: Formats) -> dict[str, StateFormat | None]:
+    return {
+        EXP_AVG: formats.exp_avg,
+        EXP_AVG_SQ: formats.exp_avg_sq,
+        MASTER: formats.master,
+    }
+
+
+def _fields(param: torch.Tensor, work: Work, formats: Formats) -> Fields:
+    """Flat tensors by the names that `Piece` has for them; `param`: work.param, flat."""
+    fields = {"param": param, "grad": work.grad.detach().reshape(-1)}
+    state = work.state
+    for name, fmt in _kinds(formats).items():
+        if name in state:
+            fields[name] = (state[name] if fmt is None else fmt.storage(state[name])).view(-1)
+        if name + SCALE in state:
+            fields[name + SCALE] = state[name + SCALE]
+    return fields

@@ -2,21 +2,21 @@
 
     codes, scales --decode--> m, v (float32) --AdamW with grad--> m, v, weight --encode--> codes
 
-Loshchilov & Hutter, "Decoupled weight decay regularization", ICLR 2019. A piece holds so few
-elements that its float32 copies stay in the cache; the same function is run eagerly and compiled.
+A piece holds so few elements that its float32 copies stay in the cache; the same function is run
+eagerly and compiled.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fp4_plugin.optim.arithmetic import Arithmetic
 from fp4_plugin.optim.state_format import StateFormat, Workspace
 
-__all__ = ["Coefficients", "Formats", "Noise", "Piece", "update_piece"]
+__all__ = ["Formats", "Noise", "Piece", "update_piece"]
 
 
 @dataclass(frozen=True)
@@ -54,50 +54,25 @@ class Noise:
     master: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """What AdamW multiplies with.
-
-    The last three change from step to step: numbers, or 0-dim float32 tensors for a compiler.
-    """
-
-    beta1: float
-    beta2: float
-    eps: float
-    decay: Any
-    step_size: Any
-    root_correction: Any
-
-    @classmethod
-    def at_step(
-        cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> Coefficients:
-        """step: from 1."""
-        beta1, beta2 = betas
-        return cls(
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            decay=1.0 - lr * weight_decay,
-            step_size=lr / (1.0 - beta1**step),
-            root_correction=1.0 / math.sqrt(1.0 - beta2**step),
-        )
-
-
 def update_piece(
-    piece: Piece, formats: Formats, coefficients: Coefficients, noise: Noise, workspace: Workspace
+    piece: Piece,
+    formats: Formats,
+    adamw: Arithmetic,
+    coefficients: Any,
+    noise: Noise,
+    workspace: Workspace,
 ) -> None:
-    """Update parameter, master and states of `piece` in place."""
+    """Update parameter, master and states of `piece` in place; `coefficients` are for `adamw`."""
     m = workspace.like(piece.param, "exp_avg", torch.float32)
     v = workspace.like(piece.param, "exp_avg_sq", torch.float32)
-    formats.exp_avg.decode(piece.exp_avg, piece.exp_avg_scale, m)
-    formats.exp_avg_sq.decode(piece.exp_avg_sq, piece.exp_avg_sq_scale, v)
+    formats.exp_avg.decode(piece.exp_avg, piece.exp_avg_scale, m, workspace)
+    formats.exp_avg_sq.decode(piece.exp_avg_sq, piece.exp_avg_sq_scale, v, workspace)
     grad = piece.grad
     if grad.dtype != torch.float32:
         grad = workspace.like(grad, "grad", torch.float32)
         grad.copy_(piece.grad)
     weight = _weight(piece, formats, workspace)
-    _adamw(weight, grad, m, v, coefficients, workspace)
+    adamw(weight, grad, m, v, coefficients, workspace)
     formats.exp_avg.encode(m, piece.exp_avg, piece.exp_avg_scale, noise.exp_avg, workspace)
     formats.exp_avg_sq.encode(
         v, piece.exp_avg_sq, piece.exp_avg_sq_scale, noise.exp_avg_sq, workspace
@@ -107,7 +82,8 @@ def update_piece(
     if formats.master is not None:
         assert piece.master_scale is not None
         formats.master.encode(weight, piece.master, piece.master_scale, noise.master, workspace)
-        weight.mul_(piece.master_scale)  # the parameter is the master rounded, also after a resume
+        # The parameter is the stored master, rounded: the same before and after a resume.
+        formats.master.decode(piece.master, piece.master_scale, weight, workspace)
     piece.param.copy_(weight)
 
 
@@ -119,23 +95,5 @@ def _weight(piece: Piece, formats: Formats, workspace: Workspace) -> torch.Tenso
         return piece.master
     assert piece.master_scale is not None
     weight = workspace.like(piece.param, "weight", torch.float32)
-    formats.master.decode(piece.master, piece.master_scale, weight)
+    formats.master.decode(piece.master, piece.master_scale, weight, workspace)
     return weight
-
-
-def _adamw(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    c: Coefficients,
-    workspace: Workspace,
-) -> None:
-    m.lerp_(grad, 1.0 - c.beta1)
-    v.mul_(c.beta2).addcmul_(grad, grad, value=1.0 - c.beta2)
-    denominator = workspace.like(v, "shift", torch.float32)
-    torch.sqrt(v, out=denominator)
-    denominator.mul_(c.root_correction).add_(c.eps)
-    torch.div(m, denominator, out=denominator)
-    weight.mul_(c.decay)
-    weight.sub_(denominator.mul_(c.step_size))

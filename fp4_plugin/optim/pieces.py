@@ -1,0 +1,145 @@
+"""Tensors cut and packed into pieces of whole blocks, so that a step costs about the same for one
+large tensor and for many small ones.
+
+A large tensor is cut into pieces that are views of it. What remains of it, and smaller tensors,
+share pieces: they are copied to scratch memory, each from the start of a block on, and the results
+are copied back. So there are a few dozen operations per piece instead of per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp4_plugin.optim.scratch import Scratch, max_blocks
+from fp4_plugin.optim.state_format import BLOCK_SIZE, num_blocks
+
+__all__ = ["SCALE", "Fields", "for_each_piece"]
+
+# Ends the names of fields that have one element per block.
+SCALE = "_scale"
+
+# Blocks from which on copying a part costs more than the operations of a piece of its own.
+_WORTH_A_PIECE = 64
+
+# The flat tensors that belong together, by name: all of one size, scales of its number of blocks.
+Fields = Mapping[str, torch.Tensor]
+
+
+def for_each_piece(
+    tensors: Iterable[Fields],
+    scratch: Scratch,
+    run: Callable[[Fields], None],
+    constant: tuple[str, ...] = (),
+) -> None:
+    """Call `run` for pieces that cover all `tensors`, with each field as (blocks, BLOCK_SIZE).
+
+    Scales are (blocks, 1). `run` changes its tensors in place, except those named in `constant`.
+    Elements that fill up a block are zero. The tensors must agree in names, dtypes and device.
+    """
+    for pack in _packs(tensors):
+        if len(pack) == 1 and pack[0].is_whole:
+            run({name: _as_blocks(name, pack[0].slice(name)) for name in pack[0].fields})
+        else:
+            _run_copied(pack, scratch, run, constant)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements start .. stop of a tensor; `start` is that of a block."""
+
+    fields: Fields
+    start: int
+    stop: int
+    device: torch.device
+
+    @property
+    def num_blocks(self) -> int:
+        return num_blocks(self.stop - self.start)
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.stop - self.start) % BLOCK_SIZE == 0
+
+    def slice(self, name: str) -> torch.Tensor:
+        if name.endswith(SCALE):
+            return self.fields[name][self.start // BLOCK_SIZE : num_blocks(self.stop)]
+        return self.fields[name][self.start : self.stop]
+
+
+def _packs(tensors: Iterable[Fields]) -> Iterator[list[_Part]]:
+    """Lists of parts: one that is worth a piece of its own, or several for one piece."""
+    pack: list[_Part] = []
+    room = 0
+    for part in _parts(tensors):
+        if part.is_whole and part.num_blocks >= _WORTH_A_PIECE:
+            yield [part]
+            continue
+        if part.num_blocks > room:
+            if pack:
+                yield pack
+            pack, room = [], max_blocks(part.device)
+        pack.append(part)
+        room -= part.num_blocks
+    if pack:
+        yield pack
+
+
+def _parts(tensors: Iterable[Fields]) -> Iterator[_Part]:
+    for fields in tensors:
+        numel, device = next((x.numel(), x.device) for n, x in fields.items() if SCALE not in n)
+        step = max_blocks(device) * BLOCK_SIZE
+        whole = numel - numel % BLOCK_SIZE
+        if whole < _WORTH_A_PIECE * BLOCK_SIZE:
+            whole = numel
+        for start in range(0, whole, step):
+            yield _Part(fields, start, min(start + step, whole), device)
+        if whole < numel:
+            yield _Part(fields, whole, numel, device)
+
+
+def _run_copied(
+    pack: list[_Part],
+    scratch: Scratch,
+    run: Callable[[Fields], None],
+    constant: tuple[str, ...],
+) -> None:
+    rows = sum(part.num_blocks for part in pack)
+    piece, results = {}, []
+    for name, example in pack[0].fields.items():
+        size = rows if name.endswith(SCALE) else rows * BLOCK_SIZE
+        flat = scratch.take(f"copied {name}", size, example.dtype, example.device)
+        places, gaps = _places(name, flat, pack)
+        originals = [part.slice(name) for part in pack]
+        torch._foreach_copy_(places, originals)
+        if gaps:
+            torch._foreach_zero_(gaps)
+        piece[name] = _as_blocks(name, flat)
+        if name not in constant:
+            results.append((originals, places))
+    run(piece)
+    for originals, places in results:
+        torch._foreach_copy_(originals, places)
+
+
+def _places(
+    name: str, flat: torch.Tensor, pack: list[_Part]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where each part of `pack` goes in `flat`, and what its elements leave of their last block."""
+    places, gaps = [], []
+    width = 1 if name.endswith(SCALE) else BLOCK_SIZE
+    begin = 0
+    for part in pack:
+        end = begin + part.num_blocks * width
+        filled = end if width == 1 else begin + part.stop - part.start
+        places.append(flat[begin:filled])
+        if filled < end:
+            gaps.append(flat[filled:end])
+        begin = end
+    return places, gaps
+
+
+def _as_blocks(name: str, flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(-1, 1 if name.endswith(SCALE) else BLOCK_SIZE)
