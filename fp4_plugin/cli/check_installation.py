@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from fp4_plugin.cli.check import Check, run_guarded
+from fp4_plugin.integrations.fused_adam import wrong_apex_reason
 
 __all__ = ["installation_checks"]
 
@@ -96,7 +97,7 @@ def check_apex() -> list[Check]:
     """Tell NVIDIA's apex from the Pyramid toolkit that PyPI serves under the same name."""
     if importlib.util.find_spec("apex") is None:
         return [Check("apex", "ok", "not installed (optional)")]
-    reason = _wrong_apex_reason()
+    reason = wrong_apex_reason()
     if reason:
         detail = f"not NVIDIA's apex: {reason}. Megatron takes it for the real one and fails"
         return [Check("apex", "fail", detail, "pip uninstall apex")]
@@ -106,21 +107,6 @@ def check_apex() -> list[Check]:
         remedy = "build it from github.com/NVIDIA/apex with --cpp_ext --cuda_ext"
         return [Check("apex", "warn", detail, remedy)]
     return [Check("apex", "ok", "NVIDIA apex with CUDA extensions")]
-
-
-def _wrong_apex_reason() -> str | None:
-    version = _version("apex")
-    summary = metadata.metadata("apex")["Summary"] or "" if version else ""
-    if "pyramid" in summary.lower():
-        return f"apex {version} is described as {summary!r}"
-    try:
-        if importlib.util.find_spec("apex.multi_tensor_apply") is None:
-            return "it has no apex.multi_tensor_apply"
-        getattr(importlib.import_module("apex.optimizers"), "FusedAdam")  # noqa: B009
-    # The wrong package fails in whatever way its own dependencies do.
-    except Exception as error:
-        return f"importing it raises {type(error).__name__}: {error}"
-    return None
 
 
 def check_build_tools() -> list[Check]:

@@ -153,19 +153,37 @@ class FP16StateAdamW(Optimizer):
             decided = {key: saved[key] for key in ("params", *_HYPERPARAMETERS) if key in saved}
             saved.clear()
             saved.update({**kept, **decided})
-        # torch would cast every state to the type of its parameter: hide them until that is over.
-        hidden = {index: _Hidden(state) for index, state in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": hidden, "param_groups": saved_groups})
+        ours = self._imported(state_dict, saved_groups)
+        super().load_state_dict({**state_dict, "state": ours, "param_groups": saved_groups})
+
+    def _imported(
+        self, state_dict: Mapping[str, Any], saved_groups: list[Group]
+    ) -> dict[Any, _Hidden]:
+        """The saved states as they will be in memory, by their index in the checkpoint.
+
+        None where the groups do not correspond, which torch refuses afterwards.
+        """
+        if [len(own["params"]) for own in self.param_groups] != [
+            len(saved["params"]) for saved in saved_groups
+        ]:
+            return {}
+        params = {
+            index: (param, _formats(own))
+            for own, saved in zip(self.param_groups, saved_groups, strict=True)
+            for param, index in zip(own["params"], saved["params"], strict=True)
+        }
+        return {
+            index: _Hidden(import_state(params[index][0], state, params[index][1]))
+            for index, state in state_dict["state"].items()
+            if index in params
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_stepper", Stepper())  # a copy comes without one
-        for group in self.param_groups:
-            formats = _formats(group)
-            for param in group["params"]:
-                saved = self.state.get(param)
-                if isinstance(saved, _Hidden):
-                    self.state[param] = import_state(param, saved.state, formats)
+        for param, loaded in self.state.items():
+            if isinstance(loaded, _Hidden):
+                self.state[param] = loaded.state
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes that the states hold by now, by kind: moments, scales, master weights, step."""
@@ -193,9 +211,9 @@ class FP16StateAdamW(Optimizer):
 
 
 class _Hidden:
-    """A saved state on its way past torch's `load_state_dict`."""
+    """A state on its way past torch's `load_state_dict`, which would cast it."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
 
 

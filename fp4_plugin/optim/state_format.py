@@ -30,6 +30,7 @@ _MANTISSA_BITS_FP32 = 23
 _BIAS_FP32 = 127
 _EXPONENT_MASK_FP32 = 0x7F800000
 _MIN_SUBNORMAL_EXPONENT_FP32 = -149
+_MIN_NORMAL_EXPONENT_FP32 = -126
 # Large enough that one float32 spacing below a format's smallest normal, times this, exceeds it.
 _STEEP = 2.0**60
 
@@ -80,9 +81,10 @@ class StateFormat:
 
     @property
     def min_scale(self) -> float:
-        """The least scale whose codes (squared, for a root) are all exact as float32."""
+        """The least scale with a finite inverse, and all codes (or their squares) exact."""
         exponent = math.ceil(_MIN_SUBNORMAL_EXPONENT_FP32 / (2 if self.is_root else 1))
-        return 2.0 ** (exponent - round(math.log2(self.min_normal)) + self.mantissa_bits)
+        exponent += self.mantissa_bits - round(math.log2(self.min_normal))
+        return 2.0 ** max(exponent, _MIN_NORMAL_EXPONENT_FP32)
 
     @property
     def _rebias(self) -> int:
@@ -137,14 +139,15 @@ class StateFormat:
             codes.view(self.dtype).copy_(x)
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """Power of two for each block; inf where amax is not finite, which decodes to NaN.
+        """Power of two for each block; NaN where amax is not finite.
 
         amax is rounded up to the format's mantissa first: what it is stored as then never belongs
         into a higher binade than amax itself, and encoding a decoded state changes nothing.
         """
         round_up = (1 << self.dropped_bits) - 1
         binade = (amax.view(torch.int32) + round_up).bitwise_and_(_EXPONENT_MASK_FP32)
-        return binade.view(torch.float32).mul_(2.0**-self.top_exponent).clamp_(min=self.min_scale)
+        scale = binade.view(torch.float32).mul_(2.0**-self.top_exponent).clamp_(min=self.min_scale)
+        return scale.masked_fill_(scale == math.inf, math.nan)
 
     def _round_normal(self, x: torch.Tensor, noise: torch.Tensor) -> None:
         """Round numbers of the format's normal range stochastically to its grid, in place.

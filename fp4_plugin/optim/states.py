@@ -43,7 +43,7 @@ EXP_AVG_SQ = "exp_avg_sq"
 # There for parameters of 16 bits, and part of every checkpoint.
 MASTER = "master"
 # Added to a name above. In native checkpoints only; SCALE is there, too, and in memory, but never
-# in portable ones.
+# in portable ones. 8-bit codes are bytes there: neither pickle nor gloo carries float8.
 CODES = "_codes"
 
 
@@ -73,7 +73,8 @@ def export_state(state: Mapping[str, Any], formats: Formats, native: bool) -> St
         if fmt is None:
             exported[name] = codes
         elif native:
-            exported[name + CODES], exported[name + SCALE] = codes, state[name + SCALE].cpu()
+            exported[name + CODES] = codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+            exported[name + SCALE] = state[name + SCALE].cpu()
         else:
             exported[name] = decode_tensor(codes, state[name + SCALE].cpu(), fmt)
     return exported
@@ -139,7 +140,8 @@ def _kept(state: Mapping[str, Any], formats: Formats) -> list[tuple[str, StateFo
 
 def _stored(name: str, values: torch.Tensor, fmt: StateFormat | None) -> State:
     if fmt is None:
-        return {name: values.to(torch.float32, copy=True)}
+        copy = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        return {name: copy.copy_(values)}  # in the order of the codes, whatever that of `values`
     codes, scale = encode_tensor(values, fmt)
     return {name: codes, name + SCALE: scale}
 
@@ -148,6 +150,7 @@ def _saved_values(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> t
     """What `saved` says of `name`, on the device and in the shape of `param`."""
     if name + CODES in saved:
         codes = saved[name + CODES]
+        codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
         fmt = StateFormat(name, codes.dtype, is_root=name == EXP_AVG_SQ)
         values = decode_tensor(codes, saved[name + SCALE], fmt)
     elif name in saved:

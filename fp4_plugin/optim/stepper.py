@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fp4_plugin.optim.arithmetic import (
-    Hyperparameters,
-    TensorCoefficients,
-    adamw,
-    fused_adamw,
-)
+from fp4_plugin.optim.arithmetic import Hyperparameters, TensorCoefficients, adamw
+from fp4_plugin.optim.fused import backend_for
 from fp4_plugin.optim.noise import NoiseTile
 from fp4_plugin.optim.pieces import SCALE, Fields, for_each_piece
 from fp4_plugin.optim.scratch import CompilerWorkspace, Scratch, max_blocks
@@ -71,16 +68,17 @@ class Stepper:
         compiled: bool,
     ) -> None:
         coefficients = TensorCoefficients.of(hyper) if compiled else hyper
+        update = adamw if compiled else backend_for(work[0].param.device).update
 
         def run(fields: Fields) -> None:
             piece = Piece(**fields)
             bits = Noise(**{name: tile[: len(piece.param)] for name, tile in noise.items()})
             if compiled:
-                self._compile()(piece, formats, adamw, coefficients, bits, _COMPILER)
+                self._compile()(piece, formats, update, coefficients, bits, _COMPILER)
             else:
-                update_piece(piece, formats, fused_adamw, coefficients, bits, self._scratch)
+                update_piece(piece, formats, update, coefficients, bits, self._scratch)
 
-        flat = [one.param.detach().reshape(-1) for one in work]
+        flat = [one.param.detach().reshape(-1).contiguous() for one in work]
         fields = [_fields(param, one, formats) for param, one in zip(flat, work, strict=True)]
         for_each_piece(fields, self._scratch, run, constant=_CONSTANT)
         for param, one in zip(flat, work, strict=True):
@@ -98,6 +96,8 @@ class Stepper:
 
     def _compile(self) -> Callable[..., None]:
         if self._compiled is None:
+            # Said of BF16 parameters with FP16 states, which are both read as float32.
+            warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler")
             self._compiled = torch.compile(update_piece)
         return self._compiled
 
@@ -115,7 +115,7 @@ def _kinds(formats: Formats) -> dict[str, StateFormat | None]:
 
 def _fields(param: torch.Tensor, work: Work, formats: Formats) -> Fields:
     """Flat tensors by the names that `Piece` has for them; `param`: work.param, flat."""
-    fields = {"param": param, "grad": work.grad.detach().reshape(-1)}
+    fields = {"param": param, "grad": work.grad.detach().reshape(-1).contiguous()}
     state = work.state
     for name, fmt in _kinds(formats).items():
         if name in state:
