@@ -5,6 +5,7 @@
     |-- UnsupportedError    a valid request that this machine, version or combination cannot honour
     |-- DataError           training text, tokens or a tokenizer that cannot be used
     |-- CommunicationError  a collective failed, or a message from a peer cannot be read
+    |-- CheckpointError     a checkpoint that cannot be written, trusted or used here
     |-- MismatchError       what ran is not what was asked for
     `-- NotRunYet           a question about a run that has not happened yet
 
@@ -15,6 +16,7 @@ A message says what, the value, what is allowed and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "ConfigError",
     "DataError",
@@ -43,6 +45,10 @@ class DataError(Fp4Error, ValueError):
 
 class CommunicationError(Fp4Error, RuntimeError):
     """Gradients could not be reduced: a rank, a link or a message is not what it has to be."""
+
+
+class CheckpointError(Fp4Error, RuntimeError):
+    """A checkpoint could not be written, is damaged, or belongs to another run than this one."""
 
 
 class MismatchError(Fp4Error, RuntimeError):
