@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp4_plugin.checkpoint import write_safetensors
 from fp4_plugin.comm.reducer import GradientReducer
 from fp4_plugin.integrations.deepspeed.timeouts import device_of
 
@@ -41,22 +42,19 @@ class Memory:
         elif self._loss_scale != before:
             self._feedback.rescale(self._loss_scale / before)
 
-    def save(self, folder: Path) -> None:
-        """Write a file of this rank to `folder`, if a mode is on."""
+    def save(self, folder: Path) -> list[Path]:
+        """Write a file of this rank to `folder`, if a mode is on; returns it. CheckpointError."""
         if self._feedback is None and self._factor is None:
-            return
-        from safetensors.torch import save_file
-
+            return []
         state: dict[str, torch.Tensor] = {}
         if self._feedback is not None:
             residuals = self._feedback.residuals
-            state |= {_RESIDUAL + name: one.cpu() for name, one in residuals.items()}
+            state |= {_RESIDUAL + name: one for name, one in residuals.items()}
         if self._factor is not None:
             state[_FACTOR] = torch.tensor(self._factor.value)
         path = self._path(folder)
-        aside = path.with_name(path.name + ".tmp")
-        save_file(state, aside, metadata={"ranks": str(self._num_ranks)})
-        aside.replace(path)
+        write_safetensors(path, state, {"ranks": str(self._num_ranks)})
+        return [path]
 
     def load(self, folder: Path) -> None:
         """Take back from `folder` what `save` wrote; without a file that fits, start anew."""

@@ -1,15 +1,13 @@
 """What an engine with FP4 linears does more than DeepSpeed's own.
 
-Three methods are wrapped, on this engine object only, so that two engines in one process may
-differ: `_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come
-down to, to verify the first step and to account for the gradients of each; and `save_checkpoint`
-and `load_checkpoint`, for the manifest and the error feedback in the checkpoint's folder.
+Methods are wrapped on this engine object only, so that two engines in one process may differ:
+`_take_model_step`, which `engine.step` and the pipeline engine's `train_batch` both come down to,
+to verify the first step and to account for the gradients of each; and those for checkpoints.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from typing import Any
 from fp4_plugin.activation import Activation
 from fp4_plugin.errors import Fp4Error, MismatchError, NotRunYet
 from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem
+from fp4_plugin.integrations.deepspeed.checkpoint_facts import run_facts
+from fp4_plugin.integrations.deepspeed.checkpoints import attach_checkpoints
 from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.patching import require_parameters, require_symbols
 from fp4_plugin.telemetry.manifest import MANIFEST_NAME, write_manifest
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _SEAMS = (
     *("_take_model_step", "save_checkpoint", "load_checkpoint", "global_rank", "global_steps"),
     *("autotp_size", "pipeline_parallelism", "zero_optimization_stage"),
+    *("checkpoint_engine", "load_universal_checkpoint", "mp_world_size", "seq_dp_world_size"),
+    *("save_non_zero_checkpoint", "save_zero_checkpoint", "has_moe_layers", "basic_optimizer"),
+    "use_node_local_storage",
     "_config",
 )
 # Sections of the DeepSpeed JSON that name a folder for logs.
@@ -37,7 +40,8 @@ _FILE_MONITORS = ("csv_monitor", "tensorboard")
 def require_seams(engine: Any) -> None:
     """Raise UnsupportedError that names the symbol where this DeepSpeed lacks one we rely on."""
     require_symbols(engine, _SEAMS)
-    require_parameters(engine, "save_checkpoint", ["save_dir", "tag"])
+    require_parameters(engine, "save_checkpoint", ["save_dir", "tag", "save_latest"])
+    require_parameters(engine, "load_checkpoint", ["load_dir", "tag", "load_optimizer_states"])
 
 
 def attach(
@@ -46,12 +50,10 @@ def attach(
     communication: EngineCommunication | None = None,
     groups: Groups = (None,),
 ) -> None:
-    """Make `engine.fp4` the activation, verify the first step, put the manifest in checkpoints."""
+    """Make `engine.fp4` the activation, verify the first step, make checkpoints trustworthy."""
     engine.fp4 = activation
     _account_for_steps(engine, activation, communication, groups)
-    _add_to_checkpoints(engine, activation, communication)
-    if communication is not None:
-        _take_from_checkpoints(engine, communication)
+    attach_checkpoints(engine, activation, communication, groups)
 
 
 def _account_for_steps(
@@ -112,54 +114,6 @@ def _leave_manifest_beside_logs(engine: Any, activation: Activation) -> None:
             continue
         path = Path(monitor.output_path) / monitor.job_name / MANIFEST_NAME
         try:
-            write_manifest(path, activation.manifest(**_facts(engine)))
+            write_manifest(path, activation.manifest(**run_facts(engine)))
         except OSError as error:
             logger.warning("fp4: cannot write %s: %s", path, error.strerror)
-
-
-def _add_to_checkpoints(
-    engine: Any, activation: Activation, communication: EngineCommunication | None
-) -> None:
-    original = engine.save_checkpoint
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        tag = arguments.get("tag")
-        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        folder = Path(arguments["save_dir"]) / name
-        result = original(*args, **kwargs)
-        if communication is not None:
-            communication.memory.save(folder)
-            communication.exchange_reports()
-        if engine.global_rank == 0:
-            write_manifest(folder / MANIFEST_NAME, activation.manifest(**_facts(engine)))
-        return result
-
-    engine.save_checkpoint = save_checkpoint
-
-
-def _take_from_checkpoints(engine: Any, communication: EngineCommunication) -> None:
-    original = engine.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if result[0] is not None:  # the path of what was loaded
-            communication.memory.load(Path(result[0]).parent)
-        return result
-
-    engine.load_checkpoint = load_checkpoint
-
-
-def _facts(engine: Any) -> dict[str, Any]:
-    """What the manifest should know of the engine; the ranks agreed on it when it was made."""
-    import torch.distributed as dist
-
-    return {
-        "world_size": dist.get_world_size(),
-        "zero_stage": engine.zero_optimization_stage(),
-        "tensor_parallel_size": max(1, engine.autotp_size()),
-        "global_steps": engine.global_steps,
-    }
