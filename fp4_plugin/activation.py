@@ -44,11 +44,16 @@ _NO_FRAMEWORK = (
     "DistributedDataParallel register fp4_plugin.comm.ddp_hook"
 )
 
+_NO_OPTIMIZER = (
+    "whoever trains a model that was converted by itself makes its optimizer; give the parameters "
+    "to fp4_plugin.optim.FP16StateAdamW"
+)
+
 _activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
 
 
-class Communication(Protocol):
-    """How a framework reduces gradients for a model, as the manifest wants to know it."""
+class FrameworkPart(Protocol):
+    """What a framework's integration runs beside the model, as the manifest wants to know it."""
 
     def report(self) -> dict[str, Any]: ...
 
@@ -58,7 +63,8 @@ class Communication(Protocol):
 class Activation:
     """What `activate` did to a model. `runs` maps layer names to their LayerRun.
 
-    communication: what reduces the model's gradients, set by the framework's integration.
+    communication, optimizer_states: what reduces the model's gradients and what keeps its
+    optimizer's states, set by the framework's integration.
     """
 
     def __init__(
@@ -68,7 +74,8 @@ class Activation:
         self.config = config
         self.plan = plan
         self.runs = runs
-        self.communication: Communication | None = None
+        self.communication: FrameworkPart | None = None
+        self.optimizer_states: FrameworkPart | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -92,14 +99,15 @@ class Activation:
             "config_hash": self.config.hash(),
             "notes": notes,
             "gradient_communication": self._communication_report(),
+            "optimizer_states": self._optimizer_report(),
         }
         return build_manifest(self.model, self.plan, self.runs, {**known, **facts})
 
     def verify(self) -> list[LayerReport]:
         """Compare what ran with the plan; returns the layers that are still unproven.
 
-        Raises MismatchError if a layer was replaced or gradients were not reduced as asked, and
-        NotRunYet if every layer is unproven.
+        Raises MismatchError if a layer was replaced, or gradients or optimizer states are not
+        what was asked for, and NotRunYet if every layer is unproven.
         """
         reports = self.reports()
         wrong = [r for r in reports if r.status == "lost"]
@@ -114,8 +122,9 @@ class Activation:
                 f"none of the {len(reports)} FP4 layers has run completely yet, ask after a step: "
                 + _enumerate(unproven)
             )
-        if self.communication is not None:
-            self.communication.verify()
+        for part in (self.communication, self.optimizer_states):
+            if part is not None:
+                part.verify()
         return unproven
 
     def _communication_report(self) -> dict[str, Any]:
@@ -125,6 +134,14 @@ class Activation:
         if spec is None:
             return {"state": "off"}
         return {"state": f"not applied: {_NO_FRAMEWORK}", "asked": spec.describe()}
+
+    def _optimizer_report(self) -> dict[str, Any]:
+        if self.optimizer_states is not None:
+            return self.optimizer_states.report()
+        asked = self.config.optimizer_states
+        if asked is None:
+            return {"state": "off"}
+        return {"state": f"not applied: {_NO_OPTIMIZER}", "asked": asked}
 
     def banner(self) -> str:
         """One line for the log: what was converted and what was not."""
@@ -136,7 +153,7 @@ class Activation:
         return (
             f"fp4: recipe {self.config.recipe!r} on {len(self.runs)} linear layers "
             f"(config {self.config.hash()[:12]}); kept in high precision: {kept or 'nothing'}"
-            f"{self._communication_banner()}"
+            f"{self._communication_banner()}{self._optimizer_banner()}"
         )
 
     def _communication_banner(self) -> str:
@@ -145,6 +162,12 @@ class Activation:
             return ""
         codec = spec.codec
         return f"; gradients travel as {codec.format.name}, {codec.block_size} to a scale"
+
+    def _optimizer_banner(self) -> str:
+        asked = self.config.optimizer_states
+        if asked is None or self.optimizer_states is None:
+            return ""
+        return f"; optimizer states are {asked['exp_avg']} and {asked['exp_avg_sq']}"
 
     def _causality_notes(self) -> list[str]:
         specs = [run.spec for run in self.runs.values()]

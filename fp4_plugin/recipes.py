@@ -1,7 +1,8 @@
 """Named presets of the `fp4` section; every key can be overridden.
 
 paper        arXiv 2501.17116: E2M1 with one scale per token and output channel, DGE, outlier
-             clamping with sparse compensation, E5M2 gradients, FP8 gradient communication
+             clamping with sparse compensation, E5M2 gradients, FP8 gradient communication,
+             AdamW with 16-bit states
 bf16         the twin to compare with: nn.Linear is left untouched
 fp8          E4M3 forward, E5M2 gradients, one scale per row
 w4a8, w8a4   only one operand of fprop in 4 bits (ablation arms of the paper)
@@ -25,6 +26,7 @@ _DGE = {"name": "dge", "k": 5.0, "max_slope": 3.0, "renormalize": False}
 _OUTLIERS = {"alpha": 0.99, "compensation": "sparse", "scope": "row"}
 
 _FP8_GRADIENTS = {"format": "e4m3", "block_size": 1024}
+_FP16_STATES = {"exp_avg": "fp16", "exp_avg_sq": "fp16_sqrt", "master_weights": "fp32"}
 
 
 def _operand(fmt: str, **others: Any) -> dict[str, Any]:
@@ -38,9 +40,11 @@ def _linear(
     estimator: dict[str, Any],
     fprop: str,
     communication: dict[str, Any] | None = None,
+    optimizer_states: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
         "gradient_communication": communication,
+        "optimizer_states": optimizer_states,
         "linear": {
             "weight": {**weight, "estimator": estimator},
             "input": {"outliers": None, **input},
@@ -58,9 +62,16 @@ def _linear(
 RECIPES: Registry[dict[str, Any]] = Registry("recipe")
 RECIPES.register(
     "paper",
-    _linear(_operand("e2m1"), _operand("e2m1", outliers=_OUTLIERS), _DGE, "fp4", _FP8_GRADIENTS),
+    _linear(
+        _operand("e2m1"),
+        _operand("e2m1", outliers=_OUTLIERS),
+        _DGE,
+        "fp4",
+        communication=_FP8_GRADIENTS,
+        optimizer_states=_FP16_STATES,
+    ),
 )
-RECIPES.register("bf16", {"linear": None, "gradient_communication": None})
+RECIPES.register("bf16", {"linear": None, "gradient_communication": None, "optimizer_states": None})
 RECIPES.register("fp8", _linear(_operand("e4m3"), _operand("e4m3"), _STE, "fp8"))
 RECIPES.register("w4a8", _linear(_operand("e2m1"), _operand("e4m3"), _DGE, "fp8"))
 RECIPES.register("w8a4", _linear(_operand("e4m3"), _operand("e2m1"), _STE, "fp8"))

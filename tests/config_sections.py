@@ -36,6 +36,13 @@ FULL = {
         "error_feedback": False,
         "automatic_factor": False,
     },
+    "optimizer_states": {
+        "exp_avg": "fp16",
+        "exp_avg_sq": "fp16_sqrt",
+        "master_weights": "fp32",
+        "checkpoint": "portable",
+        "compile": False,
+    },
     "on_mismatch": "error",
 }
 
@@ -59,6 +66,10 @@ VALID: dict[str, dict[str, Any]] = {
     "w8a4": {"linear": {"weight": {"format": "e4m3"}, "fprop": "fp8"}},
     "exact-gradients": {"gradient_communication": None},
     "gradients-alone": {"recipe": "bf16", "gradient_communication": {"format": "e5m2"}},
+    "fp32-states": {"optimizer_states": None},
+    "states-alone": {"recipe": "bf16", "optimizer_states": {"exp_avg": "e4m3"}},
+    "native-states": {"optimizer_states": {"checkpoint": "native", "compile": True}},
+    "fp16-master": {"optimizer_states": {"master_weights": "fp16"}},
     "rule-linear": {"layers": [{"match": "*", "linear": {"wgrad": "bf16"}}]},
     "two-rules": {"layers": [{"match": "a", "recipe": "fp8"}, {"match": "b", "recipe": "bf16"}]},
 }
@@ -171,6 +182,27 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
         ["fp4.gradient_communication.min_numel", "0"],
     ),
     "gradients-true": ({"gradient_communication": True}, ["fp4.gradient_communication", "true"]),
+    "states-format": (
+        {"optimizer_states": {"exp_avg": "fp8"}},
+        ["fp4.optimizer_states.exp_avg", "'fp16' or 'e4m3'", "fp8"],
+    ),
+    "states-second": (
+        {"optimizer_states": {"exp_avg_sq": "fp16"}},
+        ["fp4.optimizer_states.exp_avg_sq", "'fp16_sqrt'"],
+    ),
+    "states-key": (
+        {"optimizer_states": {"exp_avg_square": "fp16_sqrt"}},
+        ["fp4.optimizer_states.exp_avg_square", "'exp_avg_sq'"],
+    ),
+    "states-master": (
+        {"optimizer_states": {"master_weights": "bf16"}},
+        ["fp4.optimizer_states.master_weights", "'fp32' or 'fp16'"],
+    ),
+    "states-compile": (
+        {"optimizer_states": {"compile": "yes"}},
+        ["fp4.optimizer_states.compile", "true or false"],
+    ),
+    "states-true": ({"optimizer_states": True}, ["fp4.optimizer_states", "true"]),
     "rule-key": (
         {"layers": [{"match": "*", "recipee": "bf16"}]},
         ["fp4.layers[0].recipee", "'recipe'"],
@@ -212,7 +244,6 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
 
 # Keys of the design that do nothing yet are not accepted: they would be a promise.
 for _key, _value in {
-    "optimizer_states": {"exp_avg": "fp16"},
     "tensor_parallel": {"exact": False},
     "schedule": [],
     "telemetry": {"enabled": True},

@@ -73,12 +73,15 @@ def parsed_file(path: Path) -> Fp4Config:
     """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude it."""
     from fp4_plugin.config import parse_section
     from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
+    from fp4_plugin.integrations.deepspeed.optimizer_section import rewritten_optimizer
 
     content = read_config(path)
     section = _find(content, path)
     try:
         config = parse_section(section)
-        refuse_conflicts({} if section is content else content, config)
+        if section is not content:
+            refuse_conflicts(content, config)
+            rewritten_optimizer(content.get("optimizer") or {}, config.optimizer_states)
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from error
     return config
@@ -103,6 +106,8 @@ def _summary(config: Fp4Config) -> Iterator[tuple[str, str]]:
     if config.enabled:
         communication = resolved["gradient_communication"]
         yield "gradients", "reduced as ever" if communication is None else _sentence(communication)
+        states = resolved["optimizer_states"]
+        yield "optimizer", "left as it is" if states is None else _sentence(states)
     yield "on_mismatch", config.on_mismatch
     yield "hash", config.hash()
 
@@ -123,7 +128,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.layer is not None:
         # One layer: what applies to it takes the place of the general settings and their rules.
         resolved["linear"] = config.linear_settings(arguments.layer)
-        del resolved["layers"], resolved["gradient_communication"]
+        for key in ("layers", "gradient_communication", "optimizer_states"):
+            del resolved[key]
         print(f"layer {arguments.layer}: {_which_rules(config, arguments.layer)}")
     rows = [("key", "value", "from")]
     for keys, value in _leaves(resolved):

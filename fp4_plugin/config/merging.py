@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fp4_plugin.config.models import SECTION, UNQUANTIZED, GradientCommunicationConfig, LinearConfig
+from fp4_plugin.config.models import (
+    SECTION,
+    UNQUANTIZED,
+    GradientCommunicationConfig,
+    LinearConfig,
+    OptimizerStatesConfig,
+)
 from fp4_plugin.config.validation import build_estimator
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.recipes import RECIPES
@@ -16,6 +22,7 @@ __all__ = [
     "apply_rule",
     "complete",
     "complete_communication",
+    "complete_optimizer_states",
     "has_path",
     "merged",
     "refuse_idle_keys",
@@ -65,6 +72,13 @@ def complete_communication(settings: Mapping[str, Any] | None) -> dict[str, Any]
     if settings is None:
         return None
     return GradientCommunicationConfig.model_validate(settings).model_dump()
+
+
+def complete_optimizer_states(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`optimizer_states` with its defaults filled in, or None where they are left as they are."""
+    if settings is None:
+        return None
+    return OptimizerStatesConfig.model_validate(settings).model_dump()
 
 
 def refuse_idle_keys(base: Linear, linear: Linear) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "UNQUANTIZED",
     "GradientCommunicationConfig",
     "LinearConfig",
+    "OptimizerStatesConfig",
     "SectionModel",
 ]
 
@@ -120,6 +121,26 @@ class GradientCommunicationConfig(_Strict):
     )
 
 
+class OptimizerStatesConfig(_Strict):
+    """AdamW keeps its moments in 16 bits (or 8) and computes in float32."""
+
+    exp_avg: Literal["fp16", "e4m3"] = Field(
+        default="fp16", description="First moment; e4m3 saves a byte and drops small entries."
+    )
+    exp_avg_sq: Literal["fp16_sqrt"] = Field(
+        default="fp16_sqrt", description="Second moment, stored as its square root."
+    )
+    master_weights: Literal["fp32", "fp16"] = Field(
+        default="fp32",
+        description="Of 16-bit parameters. DeepSpeed keeps its own in fp32 and allows no other.",
+    )
+    checkpoint: Literal["portable", "native"] = Field(
+        default="portable",
+        description="In checkpoints: float32 as AdamW reads it, or the codes at half the size.",
+    )
+    compile: bool = Field(default=False, description="Fuse the step with torch.compile.")
+
+
 class LayerRule(_Strict):
     """Overrides for layers whose dotted name matches; holds a recipe or linear, not both."""
 
@@ -142,6 +163,10 @@ class SectionModel(_Strict):
     gradient_communication: GradientCommunicationConfig | None = Field(
         default_factory=GradientCommunicationConfig,
         description="Reduce gradients in FP8; null leaves their reduction as it is.",
+    )
+    optimizer_states: OptimizerStatesConfig | None = Field(
+        default_factory=OptimizerStatesConfig,
+        description="AdamW with 16-bit states; null leaves the optimizer as it is.",
     )
     on_mismatch: Literal["error", "warn"] = Field(
         default="error", description="What to do if something else ran than was asked for."

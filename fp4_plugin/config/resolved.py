@@ -16,6 +16,7 @@ from fp4_plugin.config.merging import (
     apply_rule,
     complete,
     complete_communication,
+    complete_optimizer_states,
     has_path,
     merged,
     refuse_idle_keys,
@@ -47,8 +48,16 @@ class Fp4Config:
         self._communication = complete_communication(
             merged(recipe["gradient_communication"], self._section, "gradient_communication")
         )
+        self._states = complete_optimizer_states(
+            merged(recipe["optimizer_states"], self._section, "optimizer_states")
+        )
         for index, rule in enumerate(self.layers):
             self._check_rule(index, rule)
+
+    @property
+    def optimizer_states(self) -> dict[str, Any] | None:
+        """Settings of FP16StateAdamW, by its argument names; None to leave the optimizer alone."""
+        return dict(self._states) if self._states is not None and self.enabled else None
 
     @property
     def communication_spec(self) -> CommunicationSpec | None:
@@ -88,6 +97,7 @@ class Fp4Config:
             "linear": self._linear,
             "layers": self.layers,
             "gradient_communication": self._communication,
+            "optimizer_states": self._states,
             "on_mismatch": self.on_mismatch,
         }
         return dict(json.loads(json.dumps(resolved)))
@@ -101,7 +111,8 @@ class Fp4Config:
         """Where the value at `path` comes from: "recipe paper", "section" or "layers[i] ..."."""
         keys = list(path)
         origin = "section" if has_path(self._section, keys) else f"recipe {self.recipe}"
-        if keys[0] == "gradient_communication" and not has_path(RECIPES[self.recipe], keys):
+        whole_model = keys[0] in ("gradient_communication", "optimizer_states")
+        if whole_model and not has_path(RECIPES[self.recipe], keys):
             origin = "section" if origin == "section" else "default"
         if keys[0] in ("enabled", "recipe", "layers", "on_mismatch") and origin != "section":
             origin = "default"

@@ -10,7 +10,7 @@ from fp4_plugin.errors import ConfigError
 __all__ = ["PARTS", "ConvergenceOptions"]
 
 # Keys of the section that null switches off.
-PARTS = ("gradient_communication",)
+PARTS = ("gradient_communication", "optimizer_states")
 
 
 @dataclass(frozen=True)

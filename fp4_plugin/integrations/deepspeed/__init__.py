@@ -3,6 +3,7 @@
     hook              arms `deepspeed.initialize`, before or after DeepSpeed is imported
     ds_config         finds the configuration of a call and refuses features that cannot go along
     initialization    what an armed call does, and `initialize`
+    optimizer         gives DeepSpeed an AdamW with 16-bit states; its parts are optimizer_*
     agreement         all ranks decide together
     engine            what an engine does more: verify its first step, leave the manifest
     tensor_parallel   FP4 forms of the linears that AutoTP builds

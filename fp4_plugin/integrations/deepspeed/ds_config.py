@@ -16,8 +16,12 @@ from fp4_plugin.errors import ConfigError
 __all__ = [
     "COMMUNICATION_CONFLICTS",
     "CONFLICTS",
+    "STATE_CONFLICTS",
+    "config_source",
+    "offloads_optimizer",
     "read_config",
     "refuse_conflicts",
+    "refuse_state_conflicts",
     "resolve_config",
 ]
 
@@ -55,10 +59,41 @@ COMMUNICATION_CONFLICTS: dict[str, str] = {
         'send in FP8; switch it off, or set "gradient_communication": null'
     ),
 }
+# The same for optimizer states of 16 bits.
+_OTHER_MASTER = (
+    "it replaces DeepSpeed's float32 master weights, or the states, by BF16 or FP16 without scales"
+)
+STATE_CONFLICTS: dict[str, str] = {
+    "zero_optimization.elastic_checkpoint": (
+        "it cuts every tensor of the optimizer to the length of the parameters, block scales too, "
+        "and restores what is missing in float32 (universal checkpoints do work)"
+    ),
+    "zero_optimization.zenflow": (
+        "its optimizer updates selected channels with float32 states of its own"
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        "its workers hold the states themselves and step with DeepSpeedCPUAdam"
+    ),
+    "bf16.bf16_master_weights_and_grads": _OTHER_MASTER,
+    "bf16.bf16_optimizer_states": _OTHER_MASTER,
+    "bfloat16.bf16_master_weights_and_grads": _OTHER_MASTER,
+    "bfloat16.bf16_optimizer_states": _OTHER_MASTER,
+    "fp16.fp16_master_weights_and_grads": _OTHER_MASTER,
+}
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_NVME = (
+    "its swapper writes every tensor of the optimizer as if it were float32, and would mix codes "
+    'and scales; "device": "cpu" works'
+)
+_RATIO = (
+    "below 1 a second optimizer, torch.optim.AdamW with float32 states, steps what stays on the "
+    "device"
+)
 _FEEDBACK_STAGE = (
     '"error_feedback" keeps a whole float32 copy of the gradients on every rank, which is what '
     'stages 2 and 3 exist to avoid; it works with stages 0 and 1. Or set "error_feedback": false'
 )
+_NAMES_IN_ARGS = ("deepspeed_config", "deepscale_config")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -145,11 +180,20 @@ def _given(arguments: Mapping[str, Any]) -> Any:
 
 
 def _from_args(args: Any) -> Any:
-    for name in ("deepspeed_config", "deepscale_config"):
+    for name in _NAMES_IN_ARGS:
         config = getattr(args, name, None)
         if config is not None:
             return config
     return None
+
+
+def config_source(arguments: Mapping[str, Any]) -> tuple[str, Any]:
+    """(name, owner) of what `resolve_config` read: an argument (owner None), or one of `args`."""
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return name, None
+    args = arguments.get("args")
+    return next(n for n in _NAMES_IN_ARGS if getattr(args, n, None) is not None), args
 
 
 def refuse_conflicts(ds_config: Mapping[str, Any], config: Fp4Config) -> None:
@@ -166,12 +210,45 @@ def refuse_conflicts(ds_config: Mapping[str, Any], config: Fp4Config) -> None:
     stage = _value(ds_config, "zero_optimization.stage") or 0
     if communication is not None and communication.error_feedback and stage > 1:
         lines.append(f'  "zero_optimization.stage": {stage}: {_FEEDBACK_STAGE}')
+    remedy = '"fp4": {"enabled": false}'
+    if config.optimizer_states is not None:
+        states = _state_conflicts(ds_config)
+        remedy = '"optimizer_states": null' if states and not lines else remedy
+        lines += states
     if lines:
         raise ConfigError(
             'the "fp4" section cannot be used together with these DeepSpeed settings:\n'
             + "\n".join(lines)
-            + '\nSwitch them off, or set "fp4": {"enabled": false}.'
+            + f"\nSwitch them off, or set {remedy}."
         )
+
+
+def refuse_state_conflicts(ds_config: Mapping[str, Any]) -> None:
+    """The same for an optimizer with 16-bit states that the section did not ask for."""
+    lines = _state_conflicts(ds_config)
+    if lines:
+        raise ConfigError(
+            "FP16StateAdamW cannot be used together with these DeepSpeed settings:\n"
+            + "\n".join(lines)
+            + "\nSwitch them off, or take another optimizer."
+        )
+
+
+def _state_conflicts(ds_config: Mapping[str, Any]) -> list[str]:
+    found = {key: why for key, why in STATE_CONFLICTS.items() if _is_on(ds_config, key)}
+    if str(_value(ds_config, f"{_OFFLOAD}.device")).lower() == "nvme":
+        found[f"{_OFFLOAD}.device"] = _NVME
+    ratio = _value(ds_config, f"{_OFFLOAD}.ratio")
+    if ratio not in (None, 1):
+        found[f"{_OFFLOAD}.ratio"] = _RATIO
+    return [f'  "{key}": {_value(ds_config, key)!r}: {why}' for key, why in found.items()]
+
+
+def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer steps on the host; also by the old key "cpu_offload"."""
+    return _value(ds_config, f"{_OFFLOAD}.device") == "cpu" or _is_on(
+        ds_config, "zero_optimization.cpu_offload"
+    )
 
 
 def _is_on(ds_config: Mapping[str, Any], key: str) -> bool:

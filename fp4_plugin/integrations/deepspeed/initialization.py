@@ -1,11 +1,12 @@
 """What an armed `deepspeed.initialize` does.
 
     1. resolve the configuration, parse its "fp4" section, refuse conflicts: nothing touched yet
-    2. DeepSpeed builds the engine, exactly as without us
-    3. all ranks compare their sections, and stop together if they differ
-    4. the linears that the engine will really run become FP4 linears, in place
-    5. the engine's methods that reduce gradients get an FP8 reducer
-    6. all ranks compare what they converted; `engine.fp4` is the activation
+    2. name the optimizer with 16-bit states, or turn the caller's into one, where it is asked for
+    3. DeepSpeed builds the engine, exactly as without us
+    4. all ranks compare their sections, and stop together if they differ
+    5. the linears that the engine will really run become FP4 linears, in place
+    6. the engine's methods that reduce gradients get an FP8 reducer
+    7. all ranks compare what they converted; `engine.fp4` is the activation
 
 Conversion comes after the engine because AutoTP replaces modules while it is built and would throw
 FP4 linears away without a word; and because a call that DeepSpeed refuses leaves the model alone.
@@ -33,6 +34,8 @@ from fp4_plugin.integrations.deepspeed.agreement import (
 from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts, resolve_config
 from fp4_plugin.integrations.deepspeed.engine import attach, require_seams
+from fp4_plugin.integrations.deepspeed.optimizer import known_to_deepspeed, prepare_optimizer
+from fp4_plugin.integrations.deepspeed.optimizer_states import attach_optimizer_states
 
 __all__ = ["initialize", "initialize_with_fp4"]
 
@@ -68,15 +71,20 @@ def initialize_with_fp4(
     Raises ConfigError for a bad section, a conflicting DeepSpeed feature, a model without a linear
     to convert, or ranks that disagree: the first two before a process group or a weight exists.
     """
-    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-    config = _fp4_config(resolve_config(arguments))
-    result: tuple[Any, Any, Any, Any] = original(*args, **kwargs)
-    groups = groups_of(arguments.get("mpu"))
+    call = inspect.signature(original).bind(*args, **kwargs)
+    ds_config = resolve_config(call.arguments)
+    config = _fp4_config(ds_config)
+    prepare_optimizer(call.arguments, ds_config, config)
+    with known_to_deepspeed():
+        result: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
+    groups = groups_of(call.arguments.get("mpu"))
     require_agreement({} if config is None else {"fp4": config.resolved()}, groups=groups)
     if config is not None and config.enabled:
         activation, communication = _prepare_on_all_ranks(result[0], config, groups)
         attach(result[0], activation, communication, groups)
-    elif config is not None:
+    else:
+        attach_optimizer_states(result[0], None)  # asked for by name
+    if config is not None and not config.enabled:
         _say('fp4: "enabled" is false: the model is left as it is')
     return result
 
@@ -104,6 +112,7 @@ def _prepare_on_all_ranks(
         if spec is not None:
             communication = EngineCommunication(engine, spec, groups)
             activation.communication = communication
+        activation.optimizer_states = attach_optimizer_states(engine, config.optimizer_states)
     except Fp4Error as error:
         problem = error
     except Exception as error:
