@@ -5,9 +5,12 @@ corpus, megatron_index, tokenizer, token_cache, dataset, sample_order
                      text to batches: deterministic, memory-mapped, placed by the step number
 options, arguments, deepspeed_config, job
                      what the user asked for, made explicit and checked before anything starts
-launch, worker, run  the ranks and what each does
+launch, local_ranks, worker, run
+                     the ranks and what each does
 engine, schedule, training, progress
                      one training
+phase, checkpoints, run_record
+                     one training that may be stopped and go on in another process
 report, curves, export, artifacts, dry_run
                      what is left to look at
 """

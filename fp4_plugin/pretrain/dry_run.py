@@ -4,6 +4,8 @@ Bytes per device follow the ZeRO paper for mixed precision with Adam: 2 bytes of
 gradient per parameter in BF16/FP16 (4 in FP32), and 12 of optimiser (FP32 master and two moments; 8
 where the weights are FP32 themselves). Stage 1 shares the optimiser among the ranks, stage 2 the
 gradients too, stage 3 also the weights. Activations and buffers come on top and are not counted.
+A checkpoint holds the weights and the optimiser once, by all ranks together; under stage 3 the
+weights are those of the optimiser.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class DryRun:
-    """Sizes of a job. Bytes are per device."""
+    """Sizes of a job. Bytes are per device, those of a checkpoint of all ranks together."""
 
     num_parameters: int
     num_linear_parameters: int
@@ -30,6 +32,7 @@ class DryRun:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    checkpoint_bytes: int
     tokens_per_step: int
     total_steps: int
 
@@ -47,6 +50,8 @@ class DryRun:
             f"ZeRO stage {self.zero_stage} on {self.world_size} rank(s), bytes per device "
             "without activations:",
             *(f"  {name:<14} {count:>18,}  {count / GIB:8.2f} GiB" for name, count in parts),
+            f"checkpoint       {self.checkpoint_bytes:,} bytes each "
+            f"({self.checkpoint_bytes / GIB:.2f} GiB)",
             f"tokens per step  {self.tokens_per_step:,}",
             f"steps            {self.total_steps:,} "
             f"({self.tokens_per_step * self.total_steps:,} tokens)",
@@ -71,6 +76,7 @@ def dry_run(
         weight_bytes=_share(count * width, ranks if stage >= 3 else 1),
         gradient_bytes=_share(count * width, ranks if stage >= 2 else 1),
         optimizer_bytes=_share(count * optimizer_width, ranks if stage >= 1 else 1),
+        checkpoint_bytes=count * (optimizer_width + (width if stage < 3 else 0)),
         tokens_per_step=layout.global_batch * model_config.max_position_embeddings,
         total_steps=total_steps,
     )

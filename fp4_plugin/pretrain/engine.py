@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class PeerError(Fp4Error, RuntimeError):
@@ -53,23 +55,47 @@ class Ranks:
         torch.distributed.all_reduce(values)
         return values / self.world_size
 
-    def on_first(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0 while the others wait. If it raises an Fp4Error, all ranks stop.
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; the same answer on every rank."""
+        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
 
-        Rank 0 raises the error itself, the others `PeerError`: none is left in a collective.
+    def on_first(self, action: Callable[[], _T]) -> _T:
+        """What `action` returns on rank 0, given to all. If it raises an Fp4Error, all ranks stop.
+
+        Rank 0 raises the error itself, the others `PeerError`: none is left in a collective. What
+        it returns can be pickled.
         """
         error: Fp4Error | None = None
+        outcome: list[Any] = [False, None]
         if self.is_first:
             try:
-                action()
+                outcome = [True, action()]
             except Fp4Error as raised:
                 error = raised
-        failed = torch.tensor(float(error is not None), device=self.device)
-        torch.distributed.broadcast(failed, src=0)
+        torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
         if error is not None:
             raise error
-        if failed:
+        succeeded, result = outcome
+        if not succeeded:
             raise PeerError("rank 0 stopped the run")
+        return result
+
+    def leave(self) -> None:
+        """Leave the process group, all ranks together; nothing can be sent afterwards.
+
+        Without this, threads of gloo are still at work when the interpreter ends, and abort the
+        process in two of five cases. No rank closes its sockets while another reads from them.
+        """
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave the process group after an error, whatever the other ranks do.
+
+        Only where it is gloo's, whose abort would hide the exit code; NCCL might wait for others.
+        """
+        if self.device.type == "cpu":
+            torch.distributed.destroy_process_group()
 
 
 def require_deepspeed() -> None:
@@ -94,11 +120,34 @@ def join_process_group(timeout_minutes: float) -> Ranks:
         _skip_shared_memory_op()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     accelerator.set_device(local_rank)
-    deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
+    timeout = timedelta(minutes=timeout_minutes)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        _join_after_restart(accelerator.communication_backend_name(), timeout)
+    deepspeed.init_distributed(timeout=timeout, verbose=False)
     # The CPU accelerator numbers NUMA nodes; torch knows one CPU.
     device = torch.device("cpu" if is_cpu else accelerator.device_name(local_rank))
     group = torch.distributed
     return Ranks(group.get_rank(), group.get_world_size(), device)
+
+
+def _join_after_restart(backend: str, timeout: timedelta) -> None:
+    """Make the process group under keys of its own; DeepSpeed takes the one it finds.
+
+    torchrun's workers share a store with the ones before them, who have left the addresses of their
+    sockets in it: in about one restart of two a rank reads such a key before its peer has replaced
+    it, and connects to nobody (torch 2.13).
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    attempt = f"fp4_restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    torch.distributed.init_process_group(
+        backend,
+        store=torch.distributed.PrefixStore(attempt, store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def _skip_shared_memory_op() -> None:

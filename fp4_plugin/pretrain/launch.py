@@ -11,10 +11,13 @@ import torch
 
 from fp4_plugin.errors import ConfigError
 from fp4_plugin.pretrain.artifacts import RunFolder
+from fp4_plugin.pretrain.checkpoints import resume_requests, was_restarted
 from fp4_plugin.pretrain.curves import require_matplotlib
 from fp4_plugin.pretrain.engine import require_deepspeed
 from fp4_plugin.pretrain.job import job_shape, prepare_job
+from fp4_plugin.pretrain.local_ranks import RankFailure, run_local_ranks
 from fp4_plugin.pretrain.options import PretrainOptions
+from fp4_plugin.pretrain.phase import require_resumable
 from fp4_plugin.pretrain.quiet import set_up_logging
 from fp4_plugin.pretrain.run import run_rank
 
@@ -38,9 +41,11 @@ def start(options: PretrainOptions) -> int:
         run_rank(options)
         return 0
     nproc = _num_processes(options.nproc)
-    prepare_job(options, nproc)  # what is wrong with it shows here, once, before any rank starts
-    folder = RunFolder(options.output)
-    folder.prepare(options.inputs)
+    # What is wrong with the job shows here, once, before any rank starts.
+    job, folder = prepare_job(options, nproc), RunFolder(options.output)
+    requests = resume_requests(options.resume, restarted=was_restarted(os.environ))
+    require_resumable(job, folder.checkpoints, requests)
+    folder.prepare(options.inputs, resuming=bool(requests))
     folder.write_options(options)
     return _launch(folder.options, nproc)
 
@@ -70,25 +75,16 @@ def _num_processes(requested: int | None) -> int:
 
 
 def _launch(options_file: Path, nproc: int) -> int:
-    """Run the worker on `nproc` ranks through torch.distributed.run; returns its exit code."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # All cores over all ranks; torchrun would give each rank one thread, and a warning.
+    """Run the worker on `nproc` ranks of this machine; returns the exit code."""
+    # All cores over all ranks: without this, each rank would take all of them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    arguments = [f"--nproc-per-node={nproc}", "--nnodes=1", "--max-restarts=0"]
-    # Port 0: the rendezvous takes a free one. The address spares a look-up of the host's name.
-    arguments += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    arguments += ["--module", WORKER, str(options_file)]
     sys.stdout.flush()
     try:
-        run.run(run.parse_args(arguments))
-    except SignalException as error:
-        return SIGNALLED + int(error.sigval)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _exit_code(rank, failure.exitcode)
+        run_local_ranks([sys.executable, "-m", WORKER, str(options_file)], nproc)
+    except RankFailure as failure:
+        return _exit_code(failure.rank, failure.exit_code)
+    except KeyboardInterrupt:
+        return SIGNALLED + signal.SIGINT
     return 0
 
 
@@ -96,6 +92,10 @@ def _exit_code(rank: int, code: int) -> int:
     """Ours for that of the rank which failed first; a rank that ran into an error has said so."""
     if code >= 0:
         return code
-    hint = "; out of memory?" if -code == signal.SIGKILL else ""
+    hints: dict[int, str] = {
+        signal.SIGKILL: "; out of memory?",
+        signal.SIGUSR1: ": the job was told to leave before it began, there was nothing to save",
+    }
+    hint = hints.get(-code, "")
     print(f"fp4: error: rank {rank} was killed by signal {-code}{hint}", file=sys.stderr)
     return SIGNALLED - code

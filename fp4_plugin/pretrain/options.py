@@ -29,6 +29,8 @@ _POSITIVE = (
     "eval_sequences",
     "log_interval",
     "timeout_minutes",
+    "save_interval",
+    "keep",
 )
 
 
@@ -66,6 +68,11 @@ class PretrainOptions:
     eval_sequences: int = 128
     log_interval: int = 10
     timeout_minutes: float = 30.0
+    # checkpoints
+    save_interval: int | None = None
+    keep: int | None = None
+    resume: str | None = None
+    # nothing of the above
     dry_run: bool = False
 
     def __post_init__(self) -> None:

@@ -14,16 +14,27 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Prints the course of one run named `label` ("paper", "bf16 twin")."""
+    """Prints the course of one run named `label` ("paper", "bf16 twin"), from `steps_done` on."""
 
-    def __init__(self, label: str, total_steps: int, log_interval: int, *, visible: bool) -> None:
+    def __init__(
+        self,
+        label: str,
+        total_steps: int,
+        log_interval: int,
+        *,
+        visible: bool,
+        steps_done: int = 0,
+    ) -> None:
+        self._first_step = steps_done + 1
         self._label = label
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._visible = visible
         self._bar: Any = None
         if visible and sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, desc=label, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total_steps, initial=steps_done, desc=label, unit="step", dynamic_ncols=True
+            )
 
     def note(self, message: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -39,7 +50,7 @@ class Progress:
             self._bar.set_postfix_str(f"loss {record.loss:.4f}, lr {record.lr:.2e}", refresh=False)
             self._bar.update()
             return
-        is_due = record.step == 1 or record.step % self._log_interval == 0
+        is_due = record.step == self._first_step or record.step % self._log_interval == 0
         if is_due or record.step == self._total_steps:
             self.note(
                 f"{self._label}: step {record.step}/{self._total_steps}  loss {record.loss:.4f}  "

@@ -58,6 +58,7 @@ class History:
     steps: list[StepRecord] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
 
 def sequence_losses(model: Any, sequences: torch.Tensor) -> torch.Tensor:
@@ -69,32 +70,55 @@ def sequence_losses(model: Any, sequences: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """Runs `plan` on a DeepSpeed `engine`; every rank calls the same methods in the same order."""
+    """Runs `plan` on a DeepSpeed `engine`; every rank calls the same methods in the same order.
 
-    def __init__(self, engine: Any, plan: TrainingPlan, ranks: Ranks, progress: Progress) -> None:
-        self.history = History()
+    history: of the steps that the engine has done already. wants_to_leave: whether this process was
+    asked to; `is_leaving` is what the ranks agreed on at the end of the last step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: TrainingPlan,
+        ranks: Ranks,
+        progress: Progress,
+        *,
+        history: History | None = None,
+        wants_to_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.history = history or History()
+        self.is_leaving = False
         self._engine = engine
         self._plan = plan
         self._ranks = ranks
         self._progress = progress
-        self._skipped_in_a_row = 0
+        self._wants_to_leave = wants_to_leave
         self._order = SampleOrder(len(plan.data.train), plan.seed)
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """All steps and the evaluations. Raises DivergenceError on a loss that is not finite."""
-        for step in range(self._plan.total_steps):
-            started, lr = time.perf_counter(), self._engine.get_lr()[0]
-            loss = self._optimizer_step(step)
-            record = StepRecord(step + 1, loss, lr, time.perf_counter() - started)
-            self.history.steps.append(record)
-            self._progress.step(record)
-            self._write_event("Train/loss", loss)
-            if not math.isfinite(loss):
-                raise DivergenceError(f"the training loss is {loss} at step {step + 1}; stopping")
-            self._check_skipped(step)
+        """The steps that are left, and the evaluations; after_step comes last in each step.
+
+        Goes on whatever the ranks agreed on: it is for `after_step` to raise. An evaluation due
+        after a step in which they agreed to leave is put off to the next call, in another process.
+        Raises DivergenceError on a loss that is not finite.
+        """
+        self._evaluate_if_due()
+        while len(self.history.steps) < self._plan.total_steps:
+            self._train_step(len(self.history.steps))
+            if not self.is_leaving:
+                self._evaluate_if_due()
             after_step()
-            if self._evaluates_after(step):
-                self._record_held_out()
+
+    def _train_step(self, step: int) -> None:
+        started, lr = time.perf_counter(), self._engine.get_lr()[0]
+        loss = self._optimizer_step(step)
+        record = StepRecord(step + 1, loss, lr, time.perf_counter() - started)
+        self.history.steps.append(record)
+        self._progress.step(record)
+        self._write_event("Train/loss", loss)
+        if not math.isfinite(loss):
+            raise DivergenceError(f"the training loss is {loss} at step {step + 1}; stopping")
+        self._check_skipped(step)
 
     def _optimizer_step(self, step: int) -> float:
         """All micro steps of one optimiser step; their loss averaged over them and the ranks."""
@@ -104,7 +128,12 @@ class Trainer:
             self._engine.backward(loss)
             self._engine.step()
             total += loss.detach()
-        return float(self._ranks.mean(total / self._plan.layout.grad_accum))
+        # One reduction for both: agreeing costs no message of its own.
+        leave = total.new_tensor(float(self._wants_to_leave()))
+        values = torch.stack([total / self._plan.layout.grad_accum, leave])
+        mean_loss, leaving_fraction = self._ranks.mean(values).tolist()
+        self.is_leaving = leaving_fraction > 0
+        return float(mean_loss)
 
     def _batch(self, step: int, micro_step: int) -> torch.Tensor:
         samples = self._plan.layout.samples(step, micro_step, self._ranks.rank)
@@ -113,28 +142,31 @@ class Trainer:
 
     def _check_skipped(self, step: int) -> None:
         """DeepSpeed drops a step whose gradient is not finite without a word: say it, and stop."""
-        if self._engine.skipped_steps == self.history.skipped_steps:
-            self._skipped_in_a_row = 0
+        history = self.history
+        if self._engine.skipped_steps == history.skipped_steps:
+            history.skipped_in_a_row = 0
             return
-        self.history.skipped_steps = self._engine.skipped_steps
-        self._skipped_in_a_row += 1
+        history.skipped_steps = self._engine.skipped_steps
+        history.skipped_in_a_row += 1
         self._progress.note(f"step {step + 1} changed no weight: its gradient is not finite")
         is_fp16 = self._engine.fp16_enabled()
         limit = MAX_SKIPPED_STEPS_FP16 if is_fp16 else MAX_SKIPPED_STEPS
-        if self._skipped_in_a_row >= min(limit, self._plan.total_steps):
+        if history.skipped_in_a_row >= min(limit, self._plan.total_steps):
             raise DivergenceError(
-                f"{self._skipped_in_a_row} optimiser steps in a row were skipped up to step "
+                f"{history.skipped_in_a_row} optimiser steps in a row were skipped up to step "
                 f"{step + 1}: the gradients are not finite"
             )
 
-    def _evaluates_after(self, step: int) -> bool:
-        interval = self._plan.eval_interval
-        is_last = step + 1 == self._plan.total_steps
-        return is_last or (interval is not None and (step + 1) % interval == 0)
+    def _evaluate_if_due(self) -> None:
+        """Evaluate at every interval and at the end, unless the history has it already."""
+        done, interval = len(self.history.steps), self._plan.eval_interval
+        is_due = done == self._plan.total_steps or (interval is not None and done % interval == 0)
+        is_recorded = bool(self.history.held_out) and self.history.held_out[-1][0] == done
+        if done > 0 and is_due and not is_recorded:
+            self._record_held_out(done)
 
-    def _record_held_out(self) -> None:
+    def _record_held_out(self, steps_done: int) -> None:
         loss = self.evaluate()
-        steps_done = len(self.history.steps)
         self.history.held_out.append((steps_done, loss))
         self._progress.held_out(steps_done, loss)
         self._write_event("Eval/held_out_loss", loss)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fp4_plugin.errors import Fp4Error
 from fp4_plugin.pretrain.engine import PeerError
+from fp4_plugin.pretrain.local_ranks import end_with_launcher
 from fp4_plugin.pretrain.options import PretrainOptions
 from fp4_plugin.pretrain.run import run_rank
 
@@ -16,6 +17,7 @@ __all__ = ["main", "report_error"]
 
 def main(options_file: str) -> int:
     """Run the job described in `options_file`; 0, or 2 after one line on stderr."""
+    end_with_launcher()
     try:
         run_rank(PretrainOptions.from_json(Path(options_file).read_text(encoding="utf-8")))
     except Fp4Error as error:

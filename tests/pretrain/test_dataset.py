@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fp4_plugin.errors import DataError
+from fp4_plugin.pretrain import dataset
 from fp4_plugin.pretrain.dataset import DataSource, TokenSequences, load_training_data
 from fp4_plugin.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain.test_megatron_index import write_pair
@@ -31,6 +32,29 @@ def test_evenly_spaced_sequences_cover_the_whole_text():
     sequences = TokenSequences(np.arange(101), 10, 200, "text")
     assert sequences.evenly_spaced(4).tolist() == [0, 2, 5, 7]
     assert sequences.evenly_spaced(99).tolist() == list(range(10))
+
+
+def test_a_fingerprint_is_of_the_tokens_not_of_how_they_are_stored():
+    tokens = np.arange(5000) % 250
+    expected = TokenSequences(tokens.astype(np.uint16), 10, 300, "text").fingerprint()
+    assert TokenSequences(tokens.astype(np.int64), 7, 300, "elsewhere").fingerprint() == expected
+    changed = tokens.copy()
+    changed[4321] += 1
+    assert TokenSequences(changed, 10, 300, "text").fingerprint() != expected
+    assert TokenSequences(tokens[:-1], 10, 300, "text").fingerprint() != expected
+
+
+def test_the_fingerprint_of_a_long_stream_covers_both_ends_and_places_between(monkeypatch):
+    monkeypatch.setattr(dataset, "CHECKED_TOKENS", 1000)
+    monkeypatch.setattr(dataset, "FINGERPRINT_PIECES", 11)
+    monkeypatch.setattr(dataset, "FINGERPRINT_TOKENS", 10)
+    tokens = np.zeros(5010, np.uint16)
+    expected = TokenSequences(tokens, 10, 300, "text").fingerprint()
+    for place, is_seen in [(0, True), (2505, True), (5009, True), (250, False)]:
+        changed = tokens.copy()
+        changed[place] = 1
+        differs = TokenSequences(changed, 10, 300, "text").fingerprint() != expected
+        assert differs == is_seen, place
 
 
 def test_one_long_file_gives_its_end_as_held_out_text(tmp_path):

@@ -64,6 +64,12 @@ def test_the_tensorboard_flag_beats_the_json_which_says_where(tmp_path):
     assert config["tensorboard"] == {"enabled": True, "output_path": "mine", "job_name": "fp4"}
 
 
+@pytest.mark.parametrize("config", [{}, {"fp4": {"enabled": False}}], ids=["absent", "disabled"])
+def test_without_a_section_nothing_is_converted_but_checkpoints_are_ours(tmp_path, config):
+    completed, _ = _complete(tmp_path, config)
+    assert completed["fp4"] == {"recipe": "bf16"}
+
+
 def test_auto_counts_as_not_stated_where_we_have_a_value(tmp_path):
     stated = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",

@@ -25,6 +25,17 @@ def test_each_zero_stage_shares_one_thing_more(stage, bytes_per_parameter):
     assert total == pytest.approx(bytes_per_parameter * sizes.num_parameters, abs=3)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_checkpoint_is_as_large_whatever_the_number_of_ranks(stage):
+    sizes = [
+        job_shape(PretrainOptions(preset="1.3b", zero_stage=stage), ranks).sizes()
+        for ranks in (8, 64)
+    ]
+    bytes_per_parameter = 12 if stage == 3 else 14
+    expected = bytes_per_parameter * sizes[0].num_parameters
+    assert [one.checkpoint_bytes for one in sizes] == [expected, expected]
+
+
 def test_the_paper_run_has_the_steps_of_its_token_budget():
     shape = job_shape(PretrainOptions(preset="13b"), 64)
     assert shape.tokens_per_step == 2048 * 2048

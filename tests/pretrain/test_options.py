@@ -32,7 +32,13 @@ def test_the_argument_of_the_deepspeed_launcher_is_accepted():
     assert _parse("--local_rank=1") == PretrainOptions()
 
 
-@pytest.mark.parametrize("flag", ["--steps", "--lr", "--nproc", "--micro-batch", "--eval-interval"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--steps", "--lr", "--nproc", "--micro-batch", "--eval-interval"),
+        *("--save-interval", "--keep"),
+    ],
+)
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_a_count_that_is_not_positive_is_refused(flag, value):
     with pytest.raises(ConfigError, match=f"{flag} .*must be above 0"):

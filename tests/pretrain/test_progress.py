@@ -31,6 +31,14 @@ def test_without_a_terminal_there_is_a_line_every_interval(capsys):
     assert captured.err == ""
 
 
+def test_a_resumed_run_begins_with_a_line(capsys):
+    progress = Progress("paper", 25, 10, visible=True, steps_done=13)
+    for step in range(14, 26):
+        progress.step(StepRecord(step, 2.5, 1e-3, 0.5))
+    steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["14/25", "20/25", "25/25"]
+
+
 def test_on_a_terminal_there_is_a_bar_and_no_lines(capsys, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

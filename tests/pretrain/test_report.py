@@ -88,6 +88,37 @@ def test_what_an_earlier_run_left_cannot_pass_for_this_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_checkpoints_are_never_removed(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.options.write_text("{}")
+    (folder.twin_checkpoints / "global_step4").mkdir(parents=True)
+    (folder.checkpoints / ".fp4_replaced.1").mkdir(parents=True)
+    for shown in ("checkpoints/.fp4_replaced.1", "checkpoints_bf16_twin/global_step4"):
+        with pytest.raises(ConfigError, match=f"has checkpoints .*{shown}.*--resume latest"):
+            folder.prepare()
+        next(folder.checkpoints.glob("*"), folder.checkpoints).rmdir()
+    assert (folder.twin_checkpoints / "global_step4").is_dir()
+
+
+def test_records_and_halves_of_checkpoints_go_with_the_other_files(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.options.write_text("{}")
+    (folder.checkpoints / ".fp4_saving.1").mkdir(parents=True)
+    (folder.checkpoints / "finished.json").write_text("{}")
+    folder.prepare()
+    assert not folder.checkpoints.exists()
+
+
+def test_a_run_that_is_resumed_keeps_all_but_its_end(tmp_path):
+    folder = RunFolder(tmp_path)
+    kept = [folder.options, folder.losses, folder.manifest, folder.ds_config]
+    for path in (*kept, folder.curves, *folder.reports):
+        path.write_text("old")
+    (folder.checkpoints / "global_step4").mkdir(parents=True)
+    folder.prepare([folder.ds_config], resuming=True)
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, folder.checkpoints])
+
+
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     folder = RunFolder(tmp_path)
     folder.ds_config.write_text("{}")

@@ -17,6 +17,7 @@ from fp4_plugin.pretrain.training import (
     MAX_SKIPPED_STEPS,
     MAX_SKIPPED_STEPS_FP16,
     DivergenceError,
+    History,
     Trainer,
     TrainingPlan,
     sequence_losses,
@@ -76,7 +77,14 @@ def _sequences(seed, count=40):
 
 
 def _trainer(
-    engine, micro_batch=4, grad_accum=1, total_steps=3, eval_interval=None, rank=0, world=1
+    engine,
+    micro_batch=4,
+    grad_accum=1,
+    total_steps=3,
+    eval_interval=None,
+    rank=0,
+    world=1,
+    history=None,
 ):
     plan = TrainingPlan(
         TrainingData(_sequences(0), _sequences(1, 11)),
@@ -87,7 +95,8 @@ def _trainer(
         eval_sequences=99,
     )
     ranks = OneRank(rank, world, torch.device("cpu"))
-    return Trainer(engine, plan, ranks, Progress("test", total_steps, 1, visible=False))
+    progress = Progress("test", total_steps, 1, visible=False)
+    return Trainer(engine, plan, ranks, progress, history=history)
 
 
 def test_accumulation_over_four_micro_batches_equals_one_batch_four_times_as_large():
@@ -160,6 +169,67 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step():
     with pytest.raises(DivergenceError, match="training loss is nan at step 1"):
         trainer.run()
     assert len(trainer.history.steps) == 1
+
+
+class OtherRankLeaves(OneRank):
+    """Two ranks, of which the other one was asked to leave in its `after`-th step."""
+
+    steps, after = 0, 2
+
+    def mean(self, values):
+        type(self).steps += 1
+        other = torch.tensor([float(values[0]), float(self.steps == self.after)])
+        return (values + other) / 2
+
+
+def test_ranks_agree_to_leave_in_the_reduction_of_the_loss():
+    OtherRankLeaves.steps = 0
+    trainer = _trainer(Engine(), total_steps=4, world=1)
+    trainer._ranks = OtherRankLeaves(0, 2, torch.device("cpu"))
+    trainer.evaluate = lambda: 1.0
+    left = []
+    trainer.run(lambda: left.append(trainer.is_leaving))
+    assert left == [False, True, False, False]
+    assert OtherRankLeaves.steps == 4  # one message per step, not two
+
+
+def test_an_evaluation_that_leaving_put_off_comes_first_in_the_next_process():
+    class Leave(Exception):
+        pass
+
+    def leave():
+        if trainer.is_leaving:
+            raise Leave
+
+    whole = _trainer(Engine(), total_steps=5, eval_interval=2)
+    whole.run()
+    engine = Engine()
+    trainer = _trainer(engine, total_steps=5, eval_interval=2)
+    trainer._wants_to_leave = lambda: len(trainer.history.steps) == 1
+    with pytest.raises(Leave):
+        trainer.run(leave)
+    assert (len(trainer.history.steps), trainer.history.held_out) == (2, [])
+    again = _trainer(engine, total_steps=5, eval_interval=2, history=trainer.history)
+    again.run()
+    assert again.history.held_out == whole.history.held_out
+    assert [r.loss for r in again.history.steps] == [r.loss for r in whole.history.steps]
+    assert [r.step for r in again.history.steps] == [1, 2, 3, 4, 5]
+
+
+def test_a_finished_history_trains_nothing():
+    trainer = _trainer(Engine(), total_steps=2)
+    trainer.run()
+    engine = Engine()
+    before = engine.table.clone()
+    _trainer(engine, total_steps=2, history=trainer.history).run()
+    assert torch.equal(engine.table, before)
+    assert engine.events == []
+
+
+def test_skipped_steps_in_a_row_are_counted_over_a_resumption():
+    history = History(skipped_in_a_row=MAX_SKIPPED_STEPS - 1)
+    with pytest.raises(DivergenceError, match=f"{MAX_SKIPPED_STEPS} optimiser steps in a row"):
+        _trainer(Engine(skips=(0,)), total_steps=9, history=history).run()
 
 
 def test_skipped_steps_are_counted():
