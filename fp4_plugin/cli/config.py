@@ -81,7 +81,8 @@ def parsed_file(path: Path) -> Fp4Config:
         config = parse_section(section)
         if section is not content:
             refuse_conflicts(content, config)
-            rewritten_optimizer(content.get("optimizer") or {}, config.optimizer_states)
+            if content.get("optimizer") is not None:
+                rewritten_optimizer(content["optimizer"], config.optimizer_states)
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from error
     return config

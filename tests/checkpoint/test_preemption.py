@@ -109,9 +109,13 @@ import multiprocessing, os, signal, time
 from fp4_plugin.checkpoint import preemption
 preemption._ONE_REQUEST_SECONDS = 0.0
 with preemption.Preemption() as asked:
-    # A worker of a data loader: ended by SIGTERM as ever.
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    # A worker of a data loader: ended by SIGTERM as ever. Not in its first moment: CPython drops
+    # signals that come between fork and its own clean-up in the child.
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+    worker = context.Process(target=lambda: (runs.set(), time.sleep(60)))
     worker.start()
+    runs.wait(20)
     worker.terminate()
     worker.join(20)
     print(worker.exitcode, asked.requested, flush=True)

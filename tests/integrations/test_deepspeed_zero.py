@@ -26,8 +26,9 @@ from tests.integrations.training import (
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 20
-# The layers are what is compared; FP8 rounds gradients in buckets, which differ between layouts.
-EXACT = {"gradient_communication": None}
+# The layers are what is compared: FP8 rounds gradients in buckets, and optimizer states are rounded
+# in blocks, which differ between layouts.
+EXACT = {"gradient_communication": None, "optimizer_states": None}
 PAPER = {"recipe": "paper", **EXACT}
 BF16 = {"recipe": "bf16"}
 BF16_BACKWARD = {"linear": {"dgrad": "bf16", "wgrad": "bf16"}, **EXACT}
