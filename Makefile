@@ -23,7 +23,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c \
 help:
 	@echo "make quickstart   install, then train a small LLaMA in FP4 beside its BF16 twin (minutes)"
 	@echo "make test         install what the tests need and run all of them"
-	@echo "make releases     test FP8 gradients on the last release of each DeepSpeed minor (10 minutes)"
+	@echo "make releases     test FP8 gradients, optimizer states and checkpoints on each DeepSpeed minor"
 	@echo "make lint         ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff format and mend what it can"
 	@echo "make schema       write configs/schema/fp4.schema.json from the code"

@@ -1,4 +1,4 @@
-"""Run the tests of FP8 gradients on the last release of every DeepSpeed minor from 0.16.
+"""Run the tests of what hooks into DeepSpeed on the last release of every DeepSpeed minor from 0.16.
 
     python scripts/check_deepspeed_releases.py
     python scripts/check_deepspeed_releases.py --minors 0.17 0.18 --tests tests/integrations
@@ -45,7 +45,15 @@ from packaging.version import Version
 __all__ = ["Row", "check_release", "last_releases", "main", "markdown", "read_report", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
-_FILES = ("gradients", "gradient_faults", "gradient_groups")
+_FILES = (
+    "gradients",
+    "gradient_faults",
+    "gradient_groups",
+    "optimizer",
+    "optimizer_section",
+    "optimizer_checkpoints",
+    "checkpoints",
+)
 TESTS = [f"tests/integrations/test_deepspeed_{name}.py" for name in _FILES]
 FIRST_MINOR = Version("0.16")
 INSTALL_TIMEOUT_S = 900

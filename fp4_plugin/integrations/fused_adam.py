@@ -19,7 +19,7 @@ import torch
 
 from fp4_plugin.optim.arithmetic import Hyperparameters
 from fp4_plugin.optim.fused import BACKENDS, Backend
-from fp4_plugin.optim.state_format import Workspace
+from fp4_plugin.optim.workspace import Workspace
 
 __all__ = ["offer_fused_adam", "wrong_apex_reason"]
 

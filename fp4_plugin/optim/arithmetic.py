@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fp4_plugin.optim.state_format import Workspace
+from fp4_plugin.optim.workspace import Workspace
 
 __all__ = ["Arithmetic", "Hyperparameters", "TensorCoefficients", "adamw", "fused_adamw"]
 

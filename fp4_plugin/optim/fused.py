@@ -29,7 +29,7 @@ from fp4_plugin.optim.arithmetic import (
     fused_adamw,
 )
 from fp4_plugin.optim.scratch import Scratch
-from fp4_plugin.optim.state_format import Workspace
+from fp4_plugin.optim.workspace import Workspace
 from fp4_plugin.registry import Registry
 
 __all__ = [

@@ -64,9 +64,12 @@ class _Part:
         return (self.stop - self.start) % BLOCK_SIZE == 0
 
     def slice(self, name: str) -> torch.Tensor:
+        field = self.fields[name]
         if name.endswith(SCALE):
-            return self.fields[name][self.start // BLOCK_SIZE : num_blocks(self.stop)]
-        return self.fields[name][self.start : self.stop]
+            start, stop = self.start // BLOCK_SIZE, num_blocks(self.stop)
+        else:
+            start, stop = self.start, self.stop
+        return field if stop - start == field.numel() else field[start:stop]
 
 
 def _packs(tensors: Iterable[Fields]) -> Iterator[list[_Part]]:
@@ -106,39 +109,33 @@ def _run_copied(
     run: Callable[[Fields], None],
     constant: tuple[str, ...],
 ) -> None:
-    rows = sum(part.num_blocks for part in pack)
+    rows = [part.num_blocks for part in pack]
+    # What a part fills of its blocks, and what it leaves of the last one, in turn.
+    filled = [part.stop - part.start for part in pack]
+    sizes = [
+        size
+        for count, used in zip(rows, filled, strict=True)
+        for size in (used, count * BLOCK_SIZE - used)
+    ]
     piece, results = {}, []
     for name, example in pack[0].fields.items():
-        size = rows if name.endswith(SCALE) else rows * BLOCK_SIZE
-        flat = scratch.take(f"copied {name}", size, example.dtype, example.device)
-        places, gaps = _places(name, flat, pack)
+        is_scale = name.endswith(SCALE)
+        numel = sum(rows if is_scale else sizes)
+        flat = scratch.take(f"copied {name}", numel, example.dtype, example.device)
+        if is_scale:
+            places = flat.split_with_sizes(rows)
+        else:
+            split = flat.split_with_sizes(sizes)
+            places = split[::2]
+            torch._foreach_zero_(split[1::2])
         originals = [part.slice(name) for part in pack]
         torch._foreach_copy_(places, originals)
-        if gaps:
-            torch._foreach_zero_(gaps)
         piece[name] = _as_blocks(name, flat)
         if name not in constant:
             results.append((originals, places))
     run(piece)
     for originals, places in results:
         torch._foreach_copy_(originals, places)
-
-
-def _places(
-    name: str, flat: torch.Tensor, pack: list[_Part]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where each part of `pack` goes in `flat`, and what its elements leave of their last block."""
-    places, gaps = [], []
-    width = 1 if name.endswith(SCALE) else BLOCK_SIZE
-    begin = 0
-    for part in pack:
-        end = begin + part.num_blocks * width
-        filled = end if width == 1 else begin + part.stop - part.start
-        places.append(flat[begin:filled])
-        if filled < end:
-            gaps.append(flat[filled:end])
-        begin = end
-    return places, gaps
 
 
 def _as_blocks(name: str, flat: torch.Tensor) -> torch.Tensor:

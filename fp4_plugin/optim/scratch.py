@@ -20,6 +20,8 @@ def max_blocks(device: torch.device) -> int:
 class Scratch:
     """Temporary tensors by name: the same memory each time, as large as the largest so far."""
 
+    is_fused = False
+
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -38,6 +40,8 @@ class Scratch:
 
 class CompilerWorkspace:
     """Temporary tensors of a compiled function, which mostly turn into registers."""
+
+    is_fused = True
 
     def like(self, x: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_like(x, dtype=dtype)

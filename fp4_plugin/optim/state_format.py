@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from fp4_plugin.optim import e4m3
+from fp4_plugin.optim.workspace import Workspace
 from fp4_plugin.registry import Registry
 
-__all__ = ["BLOCK_SIZE", "STATE_FORMATS", "StateFormat", "Workspace", "num_blocks"]
+__all__ = ["BLOCK_SIZE", "STATE_FORMATS", "StateFormat", "num_blocks"]
 
 BLOCK_SIZE = 1024
 
 _MANTISSA_BITS_FP32 = 23
-_BIAS_FP32 = 127
 _EXPONENT_MASK_FP32 = 0x7F800000
 _MIN_SUBNORMAL_EXPONENT_FP32 = -149
 _MIN_NORMAL_EXPONENT_FP32 = -126
@@ -38,12 +38,6 @@ _STEEP = 2.0**60
 def num_blocks(numel: int) -> int:
     """Blocks, and so scales, of a tensor with `numel` elements; the last one may be short."""
     return -(-numel // BLOCK_SIZE)
-
-
-class Workspace(Protocol):
-    """Where temporary tensors come from: reused memory in eager mode, the compiler's otherwise."""
-
-    def like(self, x: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -86,11 +80,6 @@ class StateFormat:
         exponent += self.mantissa_bits - round(math.log2(self.min_normal))
         return 2.0 ** max(exponent, _MIN_NORMAL_EXPONENT_FP32)
 
-    @property
-    def _rebias(self) -> int:
-        """Exponent bias of float32 less that of the format."""
-        return _BIAS_FP32 - (1 - round(math.log2(self.min_normal)))
-
     def storage(self, codes: torch.Tensor) -> torch.Tensor:
         """`codes` as `decode` and `encode` work on them: 8-bit codes as integers."""
         return codes.view(torch.int8) if self.dtype.itemsize == 1 else codes
@@ -104,7 +93,8 @@ class StateFormat:
         float32.
         """
         if self.dtype.itemsize == 1:
-            self._widen(codes, out, workspace)
+            e4m3.widen(codes, out, workspace)
+            out.mul_(e4m3.UNIT)  # scale times UNIT might overflow
         else:
             out.copy_(codes)
         out.mul_(scale)
@@ -127,27 +117,38 @@ class StateFormat:
         """
         if self.is_root:
             x.sqrt_()
-        scale.copy_(self._scale(_block_amax(x, is_positive=self.is_root)))
-        x.mul_(1.0 / scale)
+        scale.copy_(self._scale(self._block_amax(x, workspace)))
+        is_narrowed = self.dtype.itemsize == 1 and noise is not None
+        x.mul_((1.0 / e4m3.UNIT if is_narrowed else 1.0) / scale)
         if noise is not None and self.stochastic_subnormals:
             self._round_small(x, noise, workspace)
         elif noise is not None:
             self._round_normal(x, noise)
-        if self.dtype.itemsize == 1 and noise is not None:
-            self._narrow(x, codes, workspace)
+        if is_narrowed:
+            e4m3.narrow(x, codes, workspace)
         else:
             codes.view(self.dtype).copy_(x)
 
-    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """Power of two for each block; NaN where amax is not finite.
+    def _block_amax(self, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """(blocks, width) -> (blocks, 1) max|x|; NaN where the block holds one."""
+        if not self.is_root:
+            x = torch.abs(x, out=workspace.like(x, "shift", torch.float32))
+        return x.amax(dim=1, keepdim=True)
 
-        amax is rounded up to the format's mantissa first: what it is stored as then never belongs
-        into a higher binade than amax itself, and encoding a decoded state changes nothing.
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """Power of two for each block; where amax is not finite, what decodes to NaN.
+
+        That is NaN; or infinity, which costs less, for formats that keep NaN and turn all else into
+        zero with it. amax is rounded up to the format's mantissa first: what it is stored as then
+        never belongs into a higher binade than amax itself, and encoding a decoded state changes
+        nothing.
         """
         round_up = (1 << self.dropped_bits) - 1
         binade = (amax.view(torch.int32) + round_up).bitwise_and_(_EXPONENT_MASK_FP32)
         scale = binade.view(torch.float32).mul_(2.0**-self.top_exponent).clamp_(min=self.min_scale)
-        return scale.masked_fill_(scale == math.inf, math.nan)
+        if self.dtype.itemsize == 1:
+            scale.masked_fill_(scale == math.inf, math.nan)
+        return scale
 
     def _round_normal(self, x: torch.Tensor, noise: torch.Tensor) -> None:
         """Round numbers of the format's normal range stochastically to its grid, in place.
@@ -163,57 +164,14 @@ class StateFormat:
         There x moves up by min_normal, is rounded, and moves back.
         """
         shift = workspace.like(x, "shift", torch.float32)
-        if self.is_root:
-            torch.mul(x, -_STEEP, out=shift)
-        else:
-            torch.abs(x, out=shift)
-            shift.mul_(-_STEEP)
-        shift.add_(self.min_normal * _STEEP).clamp_(0.0, self.min_normal)
+        magnitude = x if self.is_root else torch.abs(x, out=shift)
+        edge = torch.full((), self.min_normal * _STEEP, device=x.device)
+        torch.sub(edge, magnitude, alpha=_STEEP, out=shift).clamp_(0.0, self.min_normal)
         if not self.is_root:
             torch.copysign(shift, x, out=shift)
         x.add_(shift)
         self._round_normal(x, noise)
         x.sub_(shift)
-
-    def _widen(self, codes: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
-        """8-bit codes to float32, several times faster on CPU than the cast.
-
-        With the code's exponent and mantissa moved into a float32, y is right for normal numbers;
-        for subnormal ones 2 y - min_normal is, and it is the smaller of the two just there.
-        """
-        signed = workspace.like(out, "shift", torch.float32)
-        signed.view(torch.int32).copy_(codes)
-        bits = out.view(torch.int32)
-        torch.bitwise_and(signed.view(torch.int32), 0x7F, out=bits)
-        bits.bitwise_left_shift_(self.dropped_bits).add_(self._rebias << _MANTISSA_BITS_FP32)
-        doubled = workspace.like(out, "doubled", torch.float32)
-        torch.mul(out, 2.0, out=doubled)
-        doubled.sub_(self.min_normal)
-        torch.minimum(out, doubled, out=out)
-        torch.copysign(out, signed, out=out)
-
-    def _narrow(self, x: torch.Tensor, codes: torch.Tensor, workspace: Workspace) -> None:
-        """float32 to 8-bit codes: exact for what is on the grid; subnormal numbers round half up.
-
-        The inverse of `_widen`: of x and (x + min_normal) / 2, the larger has the code's bits.
-        """
-        magnitude = workspace.like(x, "shift", torch.float32)
-        torch.abs(x, out=magnitude)
-        halved = workspace.like(x, "doubled", torch.float32)
-        torch.add(magnitude, self.min_normal, out=halved)
-        torch.maximum(magnitude, halved.mul_(0.5), out=magnitude)
-        bits = magnitude.view(torch.int32)
-        bits.add_((1 << (self.dropped_bits - 1)) - (self._rebias << _MANTISSA_BITS_FP32))
-        bits.bitwise_right_shift_(self.dropped_bits)
-        sign = halved.view(torch.int32)
-        torch.bitwise_right_shift(x.view(torch.int32), 24, out=sign)
-        codes.copy_(bits.bitwise_or_(sign.bitwise_and_(-0x80)))
-
-
-def _block_amax(x: torch.Tensor, is_positive: bool) -> torch.Tensor:
-    """(blocks, width) -> (blocks, 1) max|x|; NaN where the block holds one."""
-    high = x.amax(dim=1, keepdim=True)
-    return high if is_positive else torch.maximum(high, x.amin(dim=1, keepdim=True).neg_())
 
 
 STATE_FORMATS: Registry[StateFormat] = Registry("optimiser state format")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 
@@ -98,11 +99,17 @@ class Stepper:
         if self._compiled is None:
             # Said of BF16 parameters with FP16 states, which are both read as float32.
             warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler")
-            self._compiled = torch.compile(update_piece)
+            self._compiled = torch.compile(_copy_of(cast(FunctionType, update_piece)))
         return self._compiled
 
 
 _COMPILER = CompilerWorkspace()
+
+
+def _copy_of(function: FunctionType) -> FunctionType:
+    """The compiler gives up on code that it has compiled eight times, so each has its own."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__)
 
 
 def _kinds(formats: Formats) -> dict[str, StateFormat | None]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from fp4_plugin.optim.arithmetic import Arithmetic
-from fp4_plugin.optim.state_format import StateFormat, Workspace
+from fp4_plugin.optim.state_format import StateFormat
+from fp4_plugin.optim.workspace import Workspace
 
 __all__ = ["Formats", "Noise", "Piece", "update_piece"]
 

@@ -1,10 +1,10 @@
 """Universal checkpoints of ZeRO-1 and -2 for ZeRO-3, and the other way.
 
-Weights and moments are per parameter in a universal checkpoint, whatever stage they come from. Three
-details are not, and DeepSpeed (0.19) reads those of the same stage only: the name of the file with
-the counters of the run, the form of `zero/optimizer_state.pt`, and that ZeRO-3 writes bare flat
-tensors where the others write dictionaries. Here a stage is shown a folder of links in which all is
-as it expects it; the checkpoint itself stays as it is.
+Weights and moments are per parameter in a universal checkpoint, whatever stage they come from.
+Three details differ, and DeepSpeed (0.19) reads those of the same stage only: the name of the file
+with the counters of the run, the form of `zero/optimizer_state.pt`, and that ZeRO-3 writes bare
+flat tensors where the others write dictionaries. Here a stage is shown a folder of links in which
+all is as it expects it; the checkpoint itself stays as it is.
 """
 
 from __future__ import annotations
