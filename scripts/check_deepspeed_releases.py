@@ -1,4 +1,4 @@
-"""Run the tests of what hooks into DeepSpeed on the last release of every DeepSpeed minor from 0.16.
+"""Run the tests of all that hooks into DeepSpeed on the last release of each minor from 0.16.
 
     python scripts/check_deepspeed_releases.py
     python scripts/check_deepspeed_releases.py --minors 0.17 0.18 --tests tests/integrations
