@@ -55,7 +55,7 @@ def test_apex_is_no_dependency():
 
 def test_core_dependencies_stay_light():
     names = {Requirement(line).name for line in PROJECT["dependencies"]}
-    assert names == {"torch", "numpy", "pydantic", "packaging", "safetensors", "tqdm"}
+    assert names == {"torch", "numpy", "pydantic", "packaging", "tqdm"}
 
 
 def test_setup_py_imports_setuptools_alone():
