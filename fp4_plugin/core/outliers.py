@@ -151,8 +151,9 @@ def clamp_outliers(
     """x: (..., K), any float -> (clamped, residual).
 
     `clamped` has the shape and dtype of x; `clamped + residual.to_dense()` is x: bit for bit
-    where x is bf16 and spans at most 15 binades, to one float32 spacing otherwise. A row that is not finite is returned as it is. Raises ConfigError
-    unless .5 < alpha <= 1 and scope is "row" or "tensor".
+    where x is bf16 and spans at most 15 binades, to one float32 spacing otherwise. A row that is
+    not finite is returned as it is. Raises ConfigError unless .5 < alpha <= 1 and scope is "row"
+    or "tensor".
     """
     residual = split_outliers(x, alpha, scope)
     wide = x.to(torch.float32)
