@@ -73,7 +73,10 @@ def parsed_file(path: Path) -> Fp4Config:
     """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude it."""
     from fp4_plugin.config import parse_section
     from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
-    from fp4_plugin.integrations.deepspeed.optimizer_section import rewritten_optimizer
+    from fp4_plugin.integrations.deepspeed.optimizer_section import (
+        refuse_fp16_master,
+        rewritten_optimizer,
+    )
 
     content = read_config(path)
     section = _find(content, path)
@@ -81,6 +84,8 @@ def parsed_file(path: Path) -> Fp4Config:
         config = parse_section(section)
         if section is not content:
             refuse_conflicts(content, config)
+            if config.optimizer_states is not None:
+                refuse_fp16_master(config.optimizer_states)
             if content.get("optimizer") is not None:
                 rewritten_optimizer(content["optimizer"], config.optimizer_states)
     except ConfigError as error:

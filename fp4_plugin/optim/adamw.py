@@ -28,8 +28,10 @@ _CHOICES = {
     "checkpoint": ("portable", "native"),
 }
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What a checkpoint decides; all else in a group is decided by who made the optimiser.
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+# What whoever made the optimiser decides; all else in a group comes from the checkpoint, also what
+# schedulers and users keep there.
+_STORAGE = (*_CHOICES, "compile")
+_OF_TORCH = ("foreach", "fused", "capturable", "differentiable")
 # Switches of torch's Adam and AdamW that change what a step computes, as this class has them.
 _ALGORITHM = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
@@ -41,6 +43,10 @@ class FP16StateAdamW(Optimizer):
     hands the optimiser its float32 partitions); a parameter of 16 bits gets one, in float32, or in
     FP16 with block scales. Per parameter the optimiser so owns 4 bytes of moments (3 with E4M3) and
     4 or 2 of master weights, and for each of these 4 bytes of scale per 1024 elements.
+
+    A number that is not finite spoils its block of 1024: all of them share a scale. And whoever
+    writes into a 16-bit parameter, as loading a model does, has to load the optimiser state that
+    belongs to it as well, or make a new optimiser: the next step would start from the old master.
 
     params: tensors or groups of them; float32, bfloat16 or float16, dense gradients.
     lr, betas, eps, weight_decay: as in torch.optim.AdamW; weight decay is decoupled.
@@ -109,6 +115,7 @@ class FP16StateAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_sparse_gradients()
         for group in self.param_groups:
             formats = _formats(group)
             work = [
@@ -149,10 +156,10 @@ class FP16StateAdamW(Optimizer):
         saved_groups = [dict(group) for group in state_dict["param_groups"]]
         for own, saved in zip(self.param_groups, saved_groups, strict=False):
             _refuse_other_algorithms(saved)
-            kept = {key: value for key, value in own.items() if key not in _HYPERPARAMETERS}
-            decided = {key: saved[key] for key in ("params", *_HYPERPARAMETERS) if key in saved}
+            left_out = (*_STORAGE, *_OF_TORCH, *_ALGORITHM)
+            decided = {key: value for key, value in saved.items() if key not in left_out}
             saved.clear()
-            saved.update({**kept, **decided})
+            saved.update({**own, **decided})
         ours = self._imported(state_dict, saved_groups)
         super().load_state_dict({**state_dict, "state": ours, "param_groups": saved_groups})
 
@@ -194,12 +201,17 @@ class FP16StateAdamW(Optimizer):
                 total[kind] = total.get(kind, 0) + value.numel() * value.element_size()
         return total
 
+    def _refuse_sparse_gradients(self) -> None:
+        """Before any state has counted the step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.layout != torch.strided:
+                    raise ConfigError(
+                        "FP16StateAdamW got a sparse gradient: make the layer dense "
+                        "(nn.Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                    )
+
     def _work(self, param: torch.Tensor, grad: torch.Tensor, formats: Formats) -> Work:
-        if grad.layout != torch.strided:
-            raise ConfigError(
-                "FP16StateAdamW got a sparse gradient: make the layer dense "
-                "(nn.Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
-            )
         state = self.state[param]
         if not state:
             state.update(new_state(param, formats))
@@ -231,11 +243,22 @@ def _check_settings(group: Group) -> None:
         if group[name] not in allowed:
             raise ConfigError(f"{name}={group[name]!r}: allowed are {list(allowed)}")
     for name in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= float(group[name]) < math.inf:
-            raise ConfigError(f"{name}={group[name]!r}: must be finite and not below 0")
+        if not 0.0 <= _number(group[name]) < math.inf:
+            raise ConfigError(f"{name}={group[name]!r}: must be a finite number, not below 0")
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not is_pair or not all(0.0 <= _number(beta) < 1.0 for beta in betas):
         raise ConfigError(f"betas={betas!r}: two numbers from 0 to below 1")
+    if not isinstance(group["compile"], bool):
+        raise ConfigError(f"compile={group['compile']!r}: allowed are True and False")
+
+
+def _number(value: Any) -> float:
+    """NaN, which no bound allows, for what is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _check_parameter(param: torch.Tensor, master_weights: str) -> None:

@@ -67,17 +67,22 @@ def export_state(state: Mapping[str, Any], formats: Formats, native: bool) -> St
     """`state` for a checkpoint, in host memory: exporting takes no memory of the device."""
     if not is_packed(state):  # from a universal checkpoint, and no step since
         return {name: value for name, value in state.items() if not name.endswith(SCALE)}
-    exported: State = {STEP: state[STEP]}
+    exported: State = {STEP: state[STEP].clone()}
     for name, fmt in _kept(state, formats):
-        codes = state[name].cpu()
+        codes = _host_copy(state[name]) if fmt is None or native else state[name].cpu()
         if fmt is None:
             exported[name] = codes
         elif native:
             exported[name + CODES] = codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
-            exported[name + SCALE] = state[name + SCALE].cpu()
+            exported[name + SCALE] = _host_copy(state[name + SCALE])
         else:
             exported[name] = decode_tensor(codes, state[name + SCALE].cpu(), fmt)
     return exported
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A state that was exported does not change in the next step."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def import_state(param: torch.Tensor, saved: Mapping[str, Any], formats: Formats) -> State:
@@ -152,7 +157,13 @@ def _saved_values(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> t
         codes = saved[name + CODES]
         codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
         fmt = StateFormat(name, codes.dtype, is_root=name == EXP_AVG_SQ)
-        values = decode_tensor(codes, saved[name + SCALE], fmt)
+        scale = saved.get(name + SCALE, codes.new_empty(0))
+        if scale.numel() != num_blocks(codes.numel()):
+            raise ConfigError(
+                f"{name + SCALE!r} in the optimiser state has {scale.numel():,} scales, "
+                f"{num_blocks(codes.numel()):,} are needed: the state is incomplete"
+            )
+        values = decode_tensor(codes, scale, fmt)
     elif name in saved:
         values = saved[name]
     else:

@@ -12,6 +12,7 @@ from its newest checkpoint without being told: `resume_requests`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from fp4_plugin.checkpoint import CHECKPOINT_NAME, Manifest, committed
 from fp4_plugin.checkpoint.files import remove_tree
 from fp4_plugin.errors import CheckpointError
 from fp4_plugin.pretrain.run_record import RunRecord
+
+logger = logging.getLogger("fp4_plugin")
 
 __all__ = ["LATEST", "ResumePoint", "RunCheckpoints", "resume_requests", "was_restarted"]
 
@@ -75,7 +78,11 @@ class RunCheckpoints:
         path = self.folder / FINISHED
         if not path.is_file():
             return None
-        record = RunRecord.read(path)
+        try:
+            record = RunRecord.read(path)
+        except CheckpointError as error:
+            logger.warning("fp4: %s; the training goes on from a checkpoint", error)
+            return None
         record.require(self.settings, self.total_steps, path)
         return record if record.steps == self.total_steps else None
 
@@ -103,9 +110,19 @@ class RunCheckpoints:
 
     def _latest(self, folder: Path) -> ResumePoint | None:
         """What the engine will most likely load; whether its content is good is seen then."""
-        found = committed(folder)
-        if found:
-            return ResumePoint(folder, None, self._record_of(found[0]))
+        problems = []
+        for index, found in enumerate(committed(folder)):
+            try:
+                record = self._record_of(found)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                logger.warning("fp4: passed over a checkpoint: %s", problem)
+            # The newest: should its content be damaged, the engine looks for another one.
+            return ResumePoint(folder, None if index == 0 else found.name, record)
+        if problems:
+            raise CheckpointError("\n".join(problems))
         left = [path.name for path in _checkpoint_folders(folder)]
         if left:
             raise CheckpointError(

@@ -219,6 +219,8 @@ def of_another_run(folder):
         "recipe": (ds_config(2, ANOTHER), tiny_llama),
         "recipe, warn": (ds_config(2, {**ANOTHER, "on_mismatch": "warn"}), tiny_llama),
         "execution keys": (ds_config(2, {**PAPER, "on_mismatch": "warn"}), tiny_llama),
+        "states": (ds_config(2, {**PAPER, "optimizer_states": {"exp_avg": "e4m3"}}), tiny_llama),
+        "no states": (ds_config(2, {**PAPER, "optimizer_states": None}), tiny_llama),
         "stage": (ds_config(1, PAPER), tiny_llama),
         "width": (ds_config(2, PAPER), wider_llama),
         "depth": (ds_config(2, PAPER), deeper_llama),
@@ -489,6 +491,12 @@ def test_another_recipe_is_refused_by_the_key_that_differs(ranks):
         assert whole["error"] is None and whole["loaded"] == "second"
         whole, _, _ = one["another run"]["execution keys"]
         assert whole == {"error": None, "loaded": "second", "warnings": []}
+        for name in ("states", "no states"):
+            whole, _, _ = one["another run"][name]
+            assert (whole["error"], whole["loaded"]) == (None, "second")
+    for name, now in (("states", "e4m3 and fp16_sqrt"), ("no states", "float32")):
+        (warned,) = ranks[0]["another run"][name][0]["warnings"]
+        assert f"kept as fp16 and fp16_sqrt go on as {now}" in warned
     warned = ranks[0]["another run"]["recipe, warn"][0]["warnings"]
     assert "linear.weight.estimator.name" in warned[0]
 

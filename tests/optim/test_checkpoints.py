@@ -278,3 +278,37 @@ def test_states_of_parameters_in_another_memory_order_go_both_ways(dtype):
         steps(before, param, grads[4:])
         # AdamW rounds a BF16 weight in each of the four steps, by up to half a spacing of 2^-7.
         assert torch.allclose(continued.float(), param.float(), atol=3e-4, rtol=2**-6)
+
+
+def test_a_state_dict_is_a_snapshot():
+    """Rolling back in memory: nothing in it moves with the next steps."""
+    for form in ("portable", "native"):
+        ours, param = trained(FP16StateAdamW, checkpoint=form)
+        saved = ours.state_dict()
+        before = copy.deepcopy(saved["state"][0])
+        advance(ours, param, range(10, 13))
+        assert_same_state(saved["state"][0], before)
+
+
+def test_what_schedulers_and_users_keep_in_a_group_comes_from_the_checkpoint():
+    ours, param = trained(FP16StateAdamW)
+    ours.param_groups[0].update(max_lr=0.5, name="x")
+    again, _ = fresh(FP16StateAdamW, param)
+    again.load_state_dict(ours.state_dict())
+    assert (again.param_groups[0]["max_lr"], again.param_groups[0]["name"]) == (0.5, "x")
+    theirs, _ = trained(AdamW)
+    again.load_state_dict(theirs.state_dict())
+    assert "foreach" not in again.param_groups[0]
+
+
+@pytest.mark.parametrize("damage", [lambda s: s.pop("exp_avg_scale"), None])
+def test_a_native_state_with_missing_scales_is_refused(damage):
+    ours, param = trained(FP16StateAdamW, checkpoint="native")
+    saved = ours.state_dict()
+    state = saved["state"][0]
+    if damage is None:
+        state["exp_avg_scale"] = state["exp_avg_scale"][:1]
+    else:
+        damage(state)
+    with pytest.raises(ConfigError, match="'exp_avg_scale'.* scales, .* are needed"):
+        fresh(FP16StateAdamW, param)[0].load_state_dict(saved)

@@ -95,14 +95,26 @@ def test_if_all_are_damaged_nothing_starts_from_the_beginning_in_silence(two):
         checkpoints.find(["latest"])
 
 
-def test_a_checkpoint_without_its_record_says_what_is_missing(two):
-    checkpoints, _, twentieth = two
+def test_a_checkpoint_without_its_record_is_passed_over_or_says_what_is_missing(two, caplog):
+    checkpoints, third, twentieth = two
     twentieth.with_suffix(".json").unlink()
+    point = checkpoints.find(["latest"])
+    assert (point.path, point.tag, point.record.steps) == (third, third.name, 3)
+    assert "passed over" in caplog.text and "global_step20.json is missing" in caplog.text
     with pytest.raises(CheckpointError, match=r"global_step20\.json is missing.*position"):
-        checkpoints.find(["latest"])
+        checkpoints.find([twentieth.name])
     twentieth.with_suffix(".json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"global_step20\.json is damaged"):
+    third.with_suffix(".json").write_text("")
+    with pytest.raises(CheckpointError, match=r"global_step20\.json is damaged(.|\n)*step3\.json"):
         checkpoints.find(["latest"])
+
+
+def test_a_damaged_record_of_the_end_is_as_if_there_were_none(two):
+    checkpoints, *_ = two
+    checkpoints.write_finished(RunRecord(SETTINGS, _history(100), {}))
+    assert checkpoints.finished() is not None
+    (checkpoints.folder / "finished.json").write_text('{"a":')
+    assert checkpoints.finished() is None
 
 
 def test_a_record_of_another_step_than_the_engine_is_refused(two):

@@ -24,6 +24,7 @@ __all__ = [
     "FRAMEWORK",
     "checkpoint_bytes",
     "checkpoint_facts",
+    "converted_states",
     "other_layout",
     "other_model",
     "other_recipe",
@@ -31,14 +32,10 @@ __all__ = [
 ]
 
 FRAMEWORK = "deepspeed"
-# Keys of the section that say how, not what is trained; "recipe" only names a set of values. Of
-# optimizer states, both forms are read.
-_MAY_CHANGE = frozenset(
-    {
-        *("on_mismatch", "recipe", "telemetry"),
-        *("optimizer_states.checkpoint", "optimizer_states.compile"),
-    }
-)
+# Keys of the section that say how, not what is trained; "recipe" only names a set of values.
+_MAY_CHANGE = ("on_mismatch", "recipe", "telemetry")
+# These are converted when they are loaded.
+_STATES = "optimizer_states"
 _STATE_BYTES = 4  # optimizer states leave in float32, whatever they are kept in
 
 Model = Mapping[str, list[Any]]
@@ -103,14 +100,33 @@ def _layout_of(engine: Any) -> dict[str, Any]:
 def other_recipe(activation: Activation, facts: Mapping[str, Any]) -> CheckpointError | None:
     """Name the keys of the section that differ, with both values; None if none matters."""
     saved, mine = facts["fp4"], activation.config.resolved()
+    may_change = (*_MAY_CHANGE, *([] if _are_codes_for_adamw(saved, mine) else [_STATES]))
     lines = [
         f'  "{path}": {json.dumps(before)} in the checkpoint, {json.dumps(now)} here'
         for path, before, now in _differences(saved, mine)
-        if not any(path == key or path.startswith(f"{key}.") for key in _MAY_CHANGE)
+        if not any(path == key or path.startswith(f"{key}.") for key in may_change)
     ]
     if not lines:
         return None
     return CheckpointError("it was trained with another recipe:\n" + "\n".join(lines))
+
+
+def converted_states(activation: Activation, facts: Mapping[str, Any]) -> str | None:
+    """How the states of this run are kept, if the checkpoint's are converted to that."""
+    saved, mine = (one.get(_STATES) for one in (facts["fp4"], activation.config.resolved()))
+    formats = [
+        None if one is None else (one["exp_avg"], one["exp_avg_sq"]) for one in (saved, mine)
+    ]
+    if formats[0] == formats[1]:
+        return None
+    before, now = ("float32" if one is None else " and ".join(one) for one in formats)
+    return f"optimizer states kept as {before} go on as {now}"
+
+
+def _are_codes_for_adamw(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """Whether states are stored as codes, and the optimizer of this run knows none."""
+    states = saved.get(_STATES) or {}
+    return states.get("checkpoint") == "native" and mine.get(_STATES) is None
 
 
 def _differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

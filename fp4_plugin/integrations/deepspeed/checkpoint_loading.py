@@ -22,6 +22,7 @@ from fp4_plugin.errors import CheckpointError
 from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem, gather
 from fp4_plugin.integrations.deepspeed.checkpoint_facts import (
     FRAMEWORK,
+    converted_states,
     other_layout,
     other_model,
     other_recipe,
@@ -251,8 +252,9 @@ class Loader:
         problem = other_recipe(self._activation, facts)
         if problem is not None and self._activation.config.on_mismatch == "error":
             return CheckpointError(f"{problem}\n{_RECIPE_REMEDY}")
-        if problem is not None:
-            self._warn(f"{choice.folder}: {problem}")
+        note = problem or converted_states(self._activation, facts)
+        if note is not None:
+            self._warn(f"{choice.folder}: {note}")
         return other_layout(self._engine, facts)
 
     def _require_named_weights(self, choice: _Choice, request: _Request) -> None:
