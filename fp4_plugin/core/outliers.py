@@ -25,6 +25,7 @@ __all__ = [
     "Residual",
     "SparseRows",
     "clamp_outliers",
+    "residual_beyond",
     "split_outliers",
     "threshold_index",
 ]
@@ -132,6 +133,13 @@ def _split_tensor(rows: torch.Tensor, alpha: float, shape: torch.Size) -> Residu
     index = threshold_index(alpha, n)
     high = flat.kthvalue(index + 1).values.view(1, 1)
     low = flat.kthvalue(n - index).values.view(1, 1)
+    return residual_beyond(rows, low, high, shape)
+
+
+def residual_beyond(
+    rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, shape: torch.Size
+) -> Residual:
+    """What lies beyond given thresholds. rows: (T, K); low, high: float32 (T, 1) or (1, 1)."""
     wide = rows.to(torch.float32)
     values = wide - torch.minimum(torch.maximum(wide, low), high)
     # A row that is not finite dequantises to NaN; the others keep their compensation.

@@ -7,7 +7,7 @@ that have neither, a linear with as many outputs as an embedding has entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,17 +54,22 @@ class ModelPlan:
 
 
 def plan_model(
-    model: nn.Module, spec_for: Callable[[str], LinearSpec | None], forms: Forms = FORMS
+    model: nn.Module,
+    spec_for: Callable[[str], LinearSpec | None],
+    forms: Forms = FORMS,
+    heads: Iterable[nn.Module] = (),
 ) -> ModelPlan:
     """Decide for every module of `model`. Reads classes, names and shapes, never values.
 
     spec_for: dotted name -> spec, or None where the configuration wants high precision. forms: the
-    classes that can be converted; a framework adds those that it makes of an nn.Linear.
+    classes that can be converted; a framework adds those that it makes of an nn.Linear. heads:
+    modules that the framework knows to produce logits.
 
     Raises ConfigError for an FP4 layer (of a copy of a converted model, say) that is to run in high
     precision: it would go on in FP4.
     """
-    head_reasons = _head_reasons(model, forms)
+    head_reasons = dict.fromkeys(heads, "output head: the model names it as the one")
+    head_reasons = head_reasons or _head_reasons(model, forms)
     layers: dict[str, LinearSpec] = {}
     untouched: list[HighPrecisionModule] = []
     for name, module in model.named_modules():

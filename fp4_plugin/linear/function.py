@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from fp4_plugin.core.outliers import SparseRows
+from fp4_plugin.core.outliers import Residual, SparseRows
+from fp4_plugin.core.tracing import announce
 from fp4_plugin.linear.operand import (
     Operand,
     QuantizedInput,
@@ -42,6 +43,7 @@ from fp4_plugin.linear.operand import (
     scaled_weight,
 )
 from fp4_plugin.linear.record import LayerRecord
+from fp4_plugin.linear.shards import Shards, sums_over
 from fp4_plugin.linear.shared_input import forget_shared_input, shared_quantized_input
 from fp4_plugin.linear.spec import LinearSpec
 
@@ -54,12 +56,14 @@ class LayerRun:
 
     keep_weight_codes: save the weight's codes for dgrad instead of quantising again in backward.
     Off where weights are sharded (ZeRO-3): saved codes would hold a whole model of them.
+    shards: how tensor parallelism cuts the weight, where scales are to be those of the whole.
     """
 
     name: str
     spec: LinearSpec
     keep_weight_codes: bool = True
     record: LayerRecord = field(default_factory=LayerRecord)
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def fp4_linear(
     output_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
     with _without_autocast(device_type):
         with torch.no_grad():
-            quantized = shared_quantized_input(x, run.spec)
+            quantized = shared_quantized_input(x, run.spec, run.shards)
         rows = as_rows(x)
         output: torch.Tensor = _FP4Linear.apply(rows, weight, bias, quantized, run, output_dtype)
     return output.view(*x.shape[:-1], weight.shape[0])
@@ -126,9 +130,9 @@ class _FP4Linear(torch.autograd.Function):
         run: LayerRun,
         output_dtype: torch.dtype,
     ) -> torch.Tensor:
-        weight_codes = quantize_operand(weight, run.spec.weight)
+        weight_codes = quantize_operand(weight, run.spec.weight, axes="nk", shards=run.shards)
         with run.record.gemm("fprop"):
-            output = _fprop(quantized, weight_codes, weight, bias)
+            output = _fprop(quantized, weight_codes, weight, bias, sums_over(run.shards))
         run.record.tokens += x.shape[0]
         ctx.run, ctx.input_dtype, ctx.num_tokens = run, x.dtype, x.shape[0]
         needed = zip(("dgrad", "wgrad"), ctx.needs_input_grad, strict=False)
@@ -147,10 +151,10 @@ class _FP4Linear(torch.autograd.Function):
         with _without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
                 with run.record.gemm("dgrad"):
-                    grad_input = _dgrad(grad_output, saved, run.spec).to(ctx.input_dtype)
+                    grad_input = _dgrad(grad_output, saved, run).to(ctx.input_dtype)
             if ctx.needs_input_grad[1]:
                 with run.record.gemm("wgrad"):
-                    grad_weight = _wgrad(grad_output, saved, run.spec).to(saved.weight.dtype)
+                    grad_weight = _wgrad(grad_output, saved, run).to(saved.weight.dtype)
             if ctx.needs_input_grad[2]:
                 # autograd casts it to the dtype of the bias.
                 grad_bias = grad_output.sum(0, dtype=torch.float32)
@@ -162,44 +166,62 @@ def _fprop(
     weight_codes: Operand,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    across: Shards | None,
 ) -> torch.Tensor:
-    """(T, N) float32."""
+    """(T, N) float32; sums of the ranks of `across` are made whole before they are scaled."""
     output = gemm(quantized.rows, weight_codes, "nt")
+    if across is not None:
+        across.sum(output)
     scale_(output, quantized.rows.scale_inv, _transposed(weight_codes.scale_inv))
     if quantized.residual is not None:
-        output += quantized.residual.matmul_t(weight)
+        output += _compensation(quantized.residual, weight, across)
     if bias is not None:
         output += bias
     return output
 
 
-def _dgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
+def _compensation(residual: Residual, weight: torch.Tensor, across: Shards | None) -> torch.Tensor:
+    """dx W^T, (T, N) float32; in float64 until the ranks' parts are summed."""
+    if across is None:
+        return residual.matmul_t(weight)
+    announce("residual torch.mm float64")
+    part = residual.to_dense().to(torch.float64) @ weight.t().to(torch.float64)
+    return across.sum(part).to(torch.float32)
+
+
+def _dgrad(grad_output: torch.Tensor, saved: _Saved, run: LayerRun) -> torch.Tensor:
     """(T, K) float32."""
+    spec, shards = run.spec, run.shards
     if spec.dgrad == "fp4":
-        grad = quantize_operand(grad_output, spec.grad_output)
-        columns = quantize_operand(saved.weight.t().contiguous(), spec.weight)
+        grad = quantize_operand(grad_output, spec.grad_output, axes="tn", shards=shards)
+        transposed = saved.weight.t().contiguous()
+        columns = quantize_operand(transposed, spec.weight, axes="kn", shards=shards)
         grad_input = gemm(grad, columns, "nt")
         return scale_(grad_input, grad.scale_inv, _transposed(columns.scale_inv))
-    codes = saved.weight_codes or quantize_operand(saved.weight, spec.weight)
+    codes = saved.weight_codes or quantize_operand(
+        saved.weight, spec.weight, axes="nk", shards=shards
+    )
     folded = scaled(grad_output, _transposed(codes.scale_inv))
-    grad = _grad_operand(folded, grad_output.dtype, spec.dgrad, spec)
+    grad = _grad_operand(folded, grad_output.dtype, spec.dgrad, run, "tn")
     return scale_(gemm(grad, codes, "nn"), grad.scale_inv)
 
 
-def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.Tensor:
+def _wgrad(grad_output: torch.Tensor, saved: _Saved, run: LayerRun) -> torch.Tensor:
     """(N, K) float32."""
-    activation = saved.activation
+    activation, spec = saved.activation, run.spec
     if spec.keeps_transposed_input:
-        grad = quantize_operand(grad_output.t().contiguous(), spec.grad_output)
+        transposed = grad_output.t().contiguous()
+        grad = quantize_operand(transposed, spec.grad_output, axes="nt", shards=run.shards)
         grad_weight = gemm(grad, activation, "nt")
         scale_(grad_weight, grad.scale_inv, _transposed(activation.scale_inv))
     else:
         # Transposed before it is folded: a copy of BF16 moves half the bytes of one of float32.
         folded = scaled(grad_output.t().contiguous(), _transposed(activation.scale_inv))
-        grad = _grad_operand(folded, grad_output.dtype, spec.wgrad, spec)
+        grad = _grad_operand(folded, grad_output.dtype, spec.wgrad, run, "nt")
         grad_weight = scale_(gemm(grad, activation, "nn"), grad.scale_inv)
     if spec.weight.format is not None:
-        slope = spec.estimator.slope(scaled_weight(saved.weight, spec.weight), spec.weight.format)
+        weight = scaled_weight(saved.weight, spec.weight, run.shards)
+        slope = spec.estimator.slope(weight, spec.weight.format)
         scale_(grad_weight, slope)
     if saved.residual is not None:
         num_columns = saved.weight.shape[1]
@@ -208,14 +230,14 @@ def _wgrad(grad_output: torch.Tensor, saved: _Saved, spec: LinearSpec) -> torch.
 
 
 def _grad_operand(
-    folded: torch.Tensor, dtype: torch.dtype, arithmetic: str, spec: LinearSpec
+    folded: torch.Tensor, dtype: torch.dtype, arithmetic: str, run: LayerRun, axes: str
 ) -> Operand:
     """The folded gradient as the GEMM reads it: 8-bit rows, or values of the gradient's dtype.
 
     Folded float16 stays float32: its product with a scale leaves float16's range.
     """
     if arithmetic == "fp8":
-        return quantize_operand(folded, spec.grad_output)
+        return quantize_operand(folded, run.spec.grad_output, axes=axes, shards=run.shards)
     values = folded if dtype == torch.float16 else folded.to(dtype)
     return Operand(values, None, None, values.shape[1])
 

@@ -8,9 +8,10 @@ import torch
 
 from fp4_plugin.core import ops
 from fp4_plugin.core.formats import MiniFloat
-from fp4_plugin.core.outliers import SparseRows, split_outliers
+from fp4_plugin.core.outliers import Residual, split_outliers
 from fp4_plugin.core.scaling import clamped_amax, row_amax, scales_from_amax
-from fp4_plugin.linear.spec import LinearSpec, OperandSpec
+from fp4_plugin.linear.shards import Shards
+from fp4_plugin.linear.spec import LinearSpec, OperandSpec, OutlierSpec
 
 __all__ = [
     "Operand",
@@ -50,7 +51,7 @@ class QuantizedInput:
 
     rows: Operand
     transposed: Operand | None
-    residual: SparseRows | None
+    residual: Residual | None
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -63,10 +64,14 @@ def quantize_operand(
     spec: OperandSpec,
     low: torch.Tensor | None = None,
     high: torch.Tensor | None = None,
+    *,
+    axes: str = "",
+    shards: Shards | None = None,
 ) -> Operand:
     """x: (R, C), any float, clamped to the thresholds low, high of its rows first if given.
 
-    low, high: float32 (R, 1), elements of the rows; or (1, 1).
+    low, high: float32 (R, 1), elements of the rows; or (1, 1). axes: names of R and C, which tell
+    whether scales are those of `shards`, e.g. "nk" for a weight.
     """
     if spec.format is None:
         return Operand(x, None, None, x.shape[1])
@@ -75,7 +80,7 @@ def quantize_operand(
         spec.format,
         rounding=spec.rounding,
         scale=spec.scale,
-        amax=_amax(x, spec, low, high),
+        amax=_amax(x, spec, low, high, axes, shards),
         low=low,
         high=high,
     )
@@ -83,9 +88,25 @@ def quantize_operand(
 
 
 def _amax(
-    x: torch.Tensor, spec: OperandSpec, low: torch.Tensor | None, high: torch.Tensor | None
+    x: torch.Tensor,
+    spec: OperandSpec,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    axes: str,
+    shards: Shards | None,
 ) -> torch.Tensor | None:
     """amax of the groups of `spec` after clamping, or None to have it taken row by row."""
+    if shards is None or not shards.cuts(axes, spec.granularity):
+        return _local_amax(x, spec, low, high)
+    amax = clamped_amax(x, low, high)
+    if spec.granularity == "tensor":
+        amax = amax.amax(dim=0, keepdim=True) if x.numel() else amax.new_zeros((1, 1))
+    return shards.largest(amax)
+
+
+def _local_amax(
+    x: torch.Tensor, spec: OperandSpec, low: torch.Tensor | None, high: torch.Tensor | None
+) -> torch.Tensor | None:
     of_rows = None
     if low is not None and high is not None and low.shape[0] == x.shape[0]:
         # Thresholds of rows are elements of them, so they are the extremes after clamping.
@@ -98,17 +119,26 @@ def _amax(
     return of_rows.amax(dim=0, keepdim=True)
 
 
-def quantize_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
+def quantize_input(
+    x: torch.Tensor, spec: LinearSpec, shards: Shards | None = None
+) -> QuantizedInput:
     """x: (T, K), any float; everything that the three GEMMs of a layer need of it."""
     outliers = spec.outliers
-    split = split_outliers(x, outliers.alpha, outliers.scope) if outliers else None
+    split = _split(x, outliers, shards) if outliers else None
     low, high = (split.low, split.high) if split else (None, None)
-    rows = quantize_operand(x, spec.input, low, high)
+    rows = quantize_operand(x, spec.input, low, high, axes="tk", shards=shards)
     transposed = None
     if spec.keeps_transposed_input:
-        transposed = quantize_operand(_clamped(x, low, high).t().contiguous(), spec.input)
+        clamped = _clamped(x, low, high).t().contiguous()
+        transposed = quantize_operand(clamped, spec.input, axes="kt", shards=shards)
     keep = outliers is not None and outliers.compensation is not None
     return QuantizedInput(rows, transposed, split if keep else None)
+
+
+def _split(x: torch.Tensor, outliers: OutlierSpec, shards: Shards | None) -> Residual:
+    if shards is None or shards.axis != "k" or x.numel() == 0:
+        return split_outliers(x, outliers.alpha, outliers.scope)
+    return shards.split_outliers(x, outliers.alpha, outliers.scope)
 
 
 def _clamped(x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
@@ -119,10 +149,12 @@ def _clamped(x: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | Non
     return torch.where(row_amax(x).isfinite(), clamped, torch.nan)
 
 
-def scaled_weight(weight: torch.Tensor, spec: OperandSpec) -> torch.Tensor:
+def scaled_weight(
+    weight: torch.Tensor, spec: OperandSpec, shards: Shards | None = None
+) -> torch.Tensor:
     """clamp(f32(W * inv), -max, max): (N, K) float32, the argument of the estimator's slope."""
     assert spec.format is not None
-    amax = _amax(weight, spec, None, None)
+    amax = _amax(weight, spec, None, None, "nk", shards)
     amax = row_amax(weight) if amax is None else amax
     scales = scales_from_amax(amax, spec.format, spec.scale)
     return (weight.to(torch.float32) * scales.inv).clamp_(-spec.format.max, spec.format.max)

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp4_plugin.linear.operand import QuantizedInput, as_rows, quantize_input
+from fp4_plugin.linear.shards import Shards
 from fp4_plugin.linear.spec import LinearSpec
 
 __all__ = ["forget_shared_input", "share_inputs_within", "shared_quantized_input"]
@@ -44,18 +45,20 @@ class _Source:
     recipe: tuple[object, ...]
 
 
-def shared_quantized_input(x: torch.Tensor, spec: LinearSpec) -> QuantizedInput:
+def shared_quantized_input(
+    x: torch.Tensor, spec: LinearSpec, shards: Shards | None = None
+) -> QuantizedInput:
     """`quantize_input` of x: (..., K) seen as (T, K), or the result of the call before."""
     rows = as_rows(x)
     # Inference tensors have no version counter to rely on. An input that stays as it is holds x
     # itself, and the graph behind it: there is nothing to share, and much to keep alive.
     if x.is_inference() or spec.input.format is None or not _is_sharing():
-        return quantize_input(rows, spec)
-    source = _describe(x, spec)
+        return quantize_input(rows, spec, shards)
+    source = _describe(x, spec, shards)
     last = _remembered.last
     if last is not None and _is_same(last[0], source):
         return last[1]
-    quantized = quantize_input(rows, spec)
+    quantized = quantize_input(rows, spec, shards)
     _remembered.last = (source, quantized)
     return quantized
 
@@ -89,9 +92,9 @@ def _is_sharing() -> bool:
     return _remembered.depth > 0 or torch._C._current_graph_task_id() != -1
 
 
-def _describe(x: torch.Tensor, spec: LinearSpec) -> _Source:
+def _describe(x: torch.Tensor, spec: LinearSpec, shards: Shards | None) -> _Source:
     view = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device, x._version)
-    recipe = (spec.input, spec.outliers, spec.keeps_transposed_input)
+    recipe = (spec.input, spec.outliers, spec.keeps_transposed_input, shards)
     return _Source(StorageWeakRef(x.untyped_storage()), view, recipe)
 
 
