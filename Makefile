@@ -94,7 +94,7 @@ $(VENV)/.run-installed: $(VENV)/.created pyproject.toml
 	touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.run-installed
-	$(call pip_install,deepspeed$(comma)hf$(comma)plot$(comma)dev)
+	$(call pip_install,deepspeed$(comma)hf$(comma)megatron$(comma)plot$(comma)dev)
 	touch $@
 
 comma := ,

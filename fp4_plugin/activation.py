@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -185,11 +185,13 @@ def activate(
     *,
     keep_weight_codes: bool = True,
     forms: Forms = FORMS,
+    heads: Iterable[nn.Module] = (),
     allow_empty: bool = False,
 ) -> Activation:
     """Plan `model` and swap its linears in place. Weight values are never read.
 
-    forms: the classes that can be converted. allow_empty: a model without a linear to convert is
+    forms: the classes that can be converted. heads: modules that produce logits, where a framework
+    knows them. allow_empty: a model without a linear to convert is
     in order (a pipeline stage may be one).
 
     Raises ConfigError for a wrong section, for a model that was converted already, and (unless
@@ -200,7 +202,7 @@ def activate(
         raise ConfigError(
             "this model was converted already: convert a model once, or build a new one"
         )
-    plan = plan_model(model, config.linear_spec, forms) if config.enabled else ModelPlan()
+    plan = plan_model(model, config.linear_spec, forms, heads) if config.enabled else ModelPlan()
     for note in idle_rules(config, plan):
         logger.warning("fp4: %s", note)
     wants_layers = not allow_empty and config.enabled and config.resolved()["linear"] is not None

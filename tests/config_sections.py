@@ -244,7 +244,6 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
 
 # Keys of the design that do nothing yet are not accepted: they would be a promise.
 for _key, _value in {
-    "tensor_parallel": {"exact": False},
     "schedule": [],
     "telemetry": {"enabled": True},
     "seed": 0,

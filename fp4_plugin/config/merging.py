@@ -12,6 +12,7 @@ from fp4_plugin.config.models import (
     GradientCommunicationConfig,
     LinearConfig,
     OptimizerStatesConfig,
+    TensorParallelConfig,
 )
 from fp4_plugin.config.validation import build_estimator
 from fp4_plugin.errors import ConfigError
@@ -23,6 +24,7 @@ __all__ = [
     "complete",
     "complete_communication",
     "complete_optimizer_states",
+    "complete_tensor_parallel",
     "has_path",
     "merged",
     "refuse_idle_keys",
@@ -79,6 +81,17 @@ def complete_optimizer_states(settings: Mapping[str, Any] | None) -> dict[str, A
     if settings is None:
         return None
     return OptimizerStatesConfig.model_validate(settings).model_dump()
+
+
+def complete_tensor_parallel(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """`tensor_parallel` with its defaults. Raises ConfigError for exact sums of other scales."""
+    complete = TensorParallelConfig.model_validate(settings).model_dump()
+    if complete["exact"] and not complete["shared_scales"]:
+        raise ConfigError(
+            f"{SECTION}.tensor_parallel.exact: true needs shared_scales, since sums of codes with "
+            "scales of their own cannot be added; set shared_scales to true, or exact to false"
+        )
+    return complete
 
 
 def refuse_idle_keys(base: Linear, linear: Linear) -> None:

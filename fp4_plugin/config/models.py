@@ -17,6 +17,7 @@ __all__ = [
     "LinearConfig",
     "OptimizerStatesConfig",
     "SectionModel",
+    "TensorParallelConfig",
 ]
 
 SECTION = "fp4"
@@ -141,6 +142,18 @@ class OptimizerStatesConfig(_Strict):
     compile: bool = Field(default=False, description="Fuse the step with torch.compile.")
 
 
+class TensorParallelConfig(_Strict):
+    """Layers that tensor parallelism cuts: numbers that do not depend on the number of ranks."""
+
+    shared_scales: bool = Field(
+        default=True, description="Scales and thresholds of whole rows, by small reductions."
+    )
+    exact: bool = Field(
+        default=False,
+        description="Also sum products before they are rounded: the same bits on any ranks, slow.",
+    )
+
+
 class LayerRule(_Strict):
     """Overrides for layers whose dotted name matches; holds a recipe or linear, not both."""
 
@@ -167,6 +180,9 @@ class SectionModel(_Strict):
     optimizer_states: OptimizerStatesConfig | None = Field(
         default_factory=OptimizerStatesConfig,
         description="AdamW with 16-bit states; null leaves the optimizer as it is.",
+    )
+    tensor_parallel: TensorParallelConfig = Field(
+        default_factory=TensorParallelConfig, description="Under Megatron's tensor parallelism."
     )
     on_mismatch: Literal["error", "warn"] = Field(
         default="error", description="What to do if something else ran than was asked for."

@@ -17,6 +17,7 @@ from fp4_plugin.config.merging import (
     complete,
     complete_communication,
     complete_optimizer_states,
+    complete_tensor_parallel,
     has_path,
     merged,
     refuse_idle_keys,
@@ -51,6 +52,7 @@ class Fp4Config:
         self._states = complete_optimizer_states(
             merged(recipe["optimizer_states"], self._section, "optimizer_states")
         )
+        self._tensor_parallel = complete_tensor_parallel(self._section.get("tensor_parallel", {}))
         for index, rule in enumerate(self.layers):
             self._check_rule(index, rule)
 
@@ -67,6 +69,16 @@ class Fp4Config:
         settings = dict(self._communication)
         codec = BlockCodec.named(settings.pop("format"), settings.pop("block_size"))
         return CommunicationSpec(codec, **settings)
+
+    @property
+    def tensor_parallel(self) -> dict[str, bool]:
+        """Settings of layers that tensor parallelism cuts."""
+        return dict(self._tensor_parallel)
+
+    @property
+    def asks_for_tensor_parallel(self) -> bool:
+        """Whether the section itself says something about them."""
+        return "tensor_parallel" in self._section
 
     def linear_spec(self, name: str) -> LinearSpec | None:
         """What the linear called `name` is to run; None for high precision."""
@@ -98,6 +110,7 @@ class Fp4Config:
             "layers": self.layers,
             "gradient_communication": self._communication,
             "optimizer_states": self._states,
+            "tensor_parallel": self._tensor_parallel,
             "on_mismatch": self.on_mismatch,
         }
         return dict(json.loads(json.dumps(resolved)))
@@ -114,7 +127,8 @@ class Fp4Config:
         whole_model = keys[0] in ("gradient_communication", "optimizer_states")
         if whole_model and not has_path(RECIPES[self.recipe], keys):
             origin = "section" if origin == "section" else "default"
-        if keys[0] in ("enabled", "recipe", "layers", "on_mismatch") and origin != "section":
+        plain = ("enabled", "recipe", "layers", "tensor_parallel", "on_mismatch")
+        if keys[0] in plain and origin != "section":
             origin = "default"
         if name is None or keys[0] != "linear":
             return origin

@@ -19,6 +19,8 @@ from fp4_plugin.registry import Registry, nearest_name
 __all__ = ["build_estimator", "find_section", "validate_section"]
 
 T = TypeVar("T")
+# Keys of the section that mean something else at the top of a DeepSpeed configuration, or anywhere.
+_ALSO_OF_DEEPSPEED = ("enabled", "tensor_parallel")
 
 
 def find_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -33,7 +35,7 @@ def find_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f"unknown section {key!r}: it looks like {SECTION!r}; write it exactly so, or "
                 "remove it (DeepSpeed would ignore it and train in high precision)"
             )
-        if key in SectionModel.model_fields and key != "enabled":
+        if key in SectionModel.model_fields and key not in _ALSO_OF_DEEPSPEED:
             raise ConfigError(
                 f"{key!r} stands beside {SECTION!r} and would be ignored there; write it inside "
                 f"the {SECTION!r} section"

@@ -33,7 +33,7 @@ __all__ = [
 
 FRAMEWORK = "deepspeed"
 # Keys of the section that say how, not what is trained; "recipe" only names a set of values.
-_MAY_CHANGE = ("on_mismatch", "recipe", "telemetry")
+_MAY_CHANGE = ("on_mismatch", "recipe", "telemetry", "tensor_parallel")
 # These are converted when they are loaded.
 _STATES = "optimizer_states"
 _STATE_BYTES = 4  # optimizer states leave in float32, whatever they are kept in

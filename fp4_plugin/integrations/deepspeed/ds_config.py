@@ -196,6 +196,13 @@ def config_source(arguments: Mapping[str, Any]) -> tuple[str, Any]:
     return next(n for n in _NAMES_IN_ARGS if getattr(args, n, None) is not None), args
 
 
+_AUTOTP_SIZE = "tensor_parallel.autotp_size"
+_AUTOTP_SCALES = (
+    'the layers of AutoTP have scales of their own shards; "tensor_parallel" in the fp4 section is '
+    "for Megatron's layers, take it out"
+)
+
+
 def refuse_conflicts(ds_config: Mapping[str, Any], config: Fp4Config) -> None:
     """Raise one ConfigError that names every DeepSpeed setting the FP4 section cannot go with.
 
@@ -210,6 +217,8 @@ def refuse_conflicts(ds_config: Mapping[str, Any], config: Fp4Config) -> None:
     stage = _value(ds_config, "zero_optimization.stage") or 0
     if communication is not None and communication.error_feedback and stage > 1:
         lines.append(f'  "zero_optimization.stage": {stage}: {_FEEDBACK_STAGE}')
+    if config.asks_for_tensor_parallel and (_value(ds_config, _AUTOTP_SIZE) or 1) > 1:
+        lines.append(f'  "{_AUTOTP_SIZE}": {_value(ds_config, _AUTOTP_SIZE)}: {_AUTOTP_SCALES}')
     remedy = '"fp4": {"enabled": false}'
     if config.optimizer_states is not None:
         states = _state_conflicts(ds_config)

@@ -1,0 +1,137 @@
+"""Run a training script of Megatron-LM with FP4 layers:
+
+    torchrun -m fp4_plugin.integrations.megatron pretrain_gpt.py ... --fp4-plugin-config fp4.json
+
+The file holds the section itself, or a DeepSpeed configuration that has it under "fp4". The script
+stays as it is: two functions of megatron.training are wrapped, the one that builds the model and
+the one that does a step, and the first step is verified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fp4_plugin.config import Fp4Config, parse_section
+from fp4_plugin.errors import ConfigError, Fp4Error
+from fp4_plugin.integrations.patching import Patch, patch_function
+
+__all__ = ["FLAG", "install", "main", "read_section"]
+
+logger = logging.getLogger("fp4_plugin")
+
+FLAG = "--fp4-plugin-config"
+# Megatron's own, which need Transformer Engine and quantise the same layers.
+_CLASHING = ("--fp4-format", "--fp4-recipe", "--fp4-param-gather", "--fp4-quantizer-factory")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The script's name comes first, its own arguments follow. Returns 2 for a wrong request."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m fp4_plugin.integrations.megatron",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", type=Path, help="pretrain_gpt.py of a Megatron-LM checkout")
+    parser.add_argument(FLAG, type=Path, required=True, metavar="FILE", help="JSON, see above")
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        _refuse_clashes(rest)
+        config = parse_section(read_section(options.fp4_plugin_config))
+        if not options.script.is_file():
+            raise ConfigError(f"there is no script {options.script}")
+        # As `python script.py` would: the checkout's megatron.training is found beside it.
+        sys.path.insert(0, str(options.script.resolve().parent))
+        install(config)
+    except Fp4Error as error:
+        print(f"fp4: error: {error}", file=sys.stderr)
+        return 2
+    sys.argv = [str(options.script), *rest]
+    runpy.run_path(str(options.script), run_name="__main__")
+    return 0
+
+
+def _refuse_clashes(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if name in _CLASHING:
+            raise ConfigError(
+                f"{name} is Megatron's own FP4, by Transformer Engine, and {FLAG} is ours: both "
+                "would quantise the same layers; take one of them out"
+            )
+
+
+def read_section(path: Path) -> dict[str, Any]:
+    """The section in `path`, which is a file of its own or a DeepSpeed configuration.
+
+    Raises ConfigError if it cannot be read or is not a JSON object.
+    """
+    from fp4_plugin.config.models import SECTION
+    from fp4_plugin.integrations.deepspeed.ds_config import read_config
+
+    content = read_config(path)
+    section = content.get(SECTION, content)
+    if not isinstance(section, dict):
+        raise ConfigError(f'{path}: "{SECTION}" is {section!r}, expected an object')
+    return section
+
+
+def install(config: Fp4Config) -> list[Patch]:
+    """Wrap megatron.training; a second call changes nothing. Undo each patch to take it back.
+
+    Raises UnsupportedError where Megatron-LM has no such functions.
+    """
+    training = _megatron_training()
+
+    def get_model(original: Any, model_provider_func: Any, *args: Any, **kwargs: Any) -> Any:
+        from fp4_plugin.integrations.megatron.model import convert_megatron_model
+
+        def provide(*provider_args: Any, **provider_kwargs: Any) -> Any:
+            model = model_provider_func(*provider_args, **provider_kwargs)
+            activation = convert_megatron_model(model, config)
+            _say(activation.banner())
+            return model
+
+        return original(provide, *args, **kwargs)
+
+    verified: set[int] = set()
+
+    def train_step(original: Any, *args: Any, **kwargs: Any) -> Any:
+        from fp4_plugin.integrations.megatron.model import verify_models
+
+        result = original(*args, **kwargs)
+        models = kwargs["model"] if "model" in kwargs else args[2]
+        if id(models) not in verified:
+            verify_models(list(models))
+            verified.add(id(models))
+        return result
+
+    return [
+        patch_function(training, "get_model", get_model, ["model_provider_func"]),
+        patch_function(training, "train_step", train_step, ["model"]),
+    ]
+
+
+def _megatron_training() -> Any:
+    try:
+        from megatron.training import training
+    except ImportError as error:
+        raise ConfigError(
+            f"megatron.training cannot be imported ({error}): the script has to be that of a "
+            "Megatron-LM checkout, and the packages that it needs have to be installed"
+        ) from error
+    return training
+
+
+def _say(message: str) -> None:
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(message, flush=True)
