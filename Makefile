@@ -93,7 +93,7 @@ $(VENV)/.run-installed: $(VENV)/.created pyproject.toml
 	$(call pip_install,deepspeed$(comma)hf$(comma)plot)
 	touch $@
 
-$(VENV)/.dev-installed: $(VENV)/.run-installed
+$(VENV)/.dev-installed: $(VENV)/.run-installed $(CONSTRAINTS) Makefile
 	$(call pip_install,deepspeed$(comma)hf$(comma)megatron$(comma)plot$(comma)dev)
 	touch $@
 
