@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "parsed_file"]
 
-# Top-level keys by which a DeepSpeed configuration without an "fp4" section is known.
-DEEPSPEED_KEYS = ("train_", "zero_", "optimizer", "scheduler", "bf16", "fp16", "gradient_")
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -45,22 +42,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     schema.set_defaults(func=_schema)
 
 
-def _find(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The section in a DeepSpeed JSON, or in a file that is nothing but a section."""
-    from fp4_plugin.config import find_section, json_schema
-
-    is_section = bool(content.keys() & json_schema()["properties"].keys())
-    section = content if is_section and "fp4" not in content else find_section(content)
-    if section is not None:
-        return section
-    if any(key.startswith(DEEPSPEED_KEYS) for key in content):
-        raise ConfigError(
-            f'{path}: a DeepSpeed configuration without an "fp4" section trains in high precision; '
-            'add  "fp4": {"recipe": "paper"}'
-        )
-    return content
-
-
 def _validate(arguments: argparse.Namespace) -> int:
     config = parsed_file(arguments.file)
     print(f"{arguments.file}: the fp4 section is valid")
@@ -72,14 +53,18 @@ def _validate(arguments: argparse.Namespace) -> int:
 def parsed_file(path: Path) -> Fp4Config:
     """The "fp4" section in `path`. ConfigError also for DeepSpeed settings that exclude it."""
     from fp4_plugin.config import parse_section
-    from fp4_plugin.integrations.deepspeed.ds_config import read_config, refuse_conflicts
+    from fp4_plugin.integrations.deepspeed.ds_config import (
+        read_config,
+        refuse_conflicts,
+        section_in,
+    )
     from fp4_plugin.integrations.deepspeed.optimizer_section import (
         refuse_fp16_master,
         rewritten_optimizer,
     )
 
     content = read_config(path)
-    section = _find(content, path)
+    section = section_in(content, path)
     try:
         config = parse_section(section)
         if section is not content:

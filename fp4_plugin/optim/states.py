@@ -29,6 +29,7 @@ __all__ = [
     "decode_tensor",
     "encode_tensor",
     "export_state",
+    "format_of",
     "import_state",
     "is_packed",
     "new_state",
@@ -106,6 +107,11 @@ def import_state(param: torch.Tensor, saved: Mapping[str, Any], formats: Formats
     return state
 
 
+def format_of(name: str, codes: torch.Tensor) -> StateFormat:
+    """How to read, or write to nearest, the codes of the state `name`."""
+    return StateFormat(name, codes.dtype, is_root=name == EXP_AVG_SQ)
+
+
 def encode_tensor(values: torch.Tensor, fmt: StateFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of any shape -> codes of that shape, rounded to nearest, and float32 block scales."""
     x = values.detach().to(torch.float32, copy=True).reshape(-1)
@@ -156,7 +162,7 @@ def _saved_values(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> t
     if name + CODES in saved:
         codes = saved[name + CODES]
         codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
-        fmt = StateFormat(name, codes.dtype, is_root=name == EXP_AVG_SQ)
+        fmt = format_of(name, codes)
         scale = saved.get(name + SCALE, codes.new_empty(0))
         if scale.numel() != num_blocks(codes.numel()):
             raise ConfigError(

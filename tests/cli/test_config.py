@@ -116,13 +116,14 @@ def test_schema_and_parser_accept_the_same(section, write):
         ({"FP4": {"recipe": "paper"}, "train_batch_size": 8}, "'fp4'"),
         ({"fp_4": {"recipe": "paper"}}, "'fp4'"),
         ({"train_batch_size": 8, "bf16": {"enabled": True}}, 'without an "fp4" section'),
+        ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, "without an"),
         ({"fp4": {"recipe": "auto"}}, "auto"),
         ({"fp4": {}, "compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"unknown": 1}, "unknown key"),
     ],
     ids=[
         "broken", "list", "repeated", "string", "null", "upper-case", "near-miss", "no-section",
-        "auto", "conflict", "neither",
+        "shared-key", "auto", "conflict", "neither",
     ],
 )  # fmt: skip
 def test_wrong_files_are_one_error(content, said, write, capsys):

@@ -11,11 +11,9 @@ One thread: the order of sums, and with it every bit, is then the same wherever 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.optim import AdamW
 from fp4_plugin.activation import activate
 from fp4_plugin.bench.ablation.arms import ARMS, Arm
 from fp4_plugin.bench.ablation.settings import RunSettings
+from fp4_plugin.bench.threads import torch_threads
 from fp4_plugin.config import parse_section
 from fp4_plugin.linear.convert import plan_model
 from fp4_plugin.linear.operand import scaled_weight
@@ -132,7 +131,7 @@ def train(settings: RunSettings, data: TrainingData) -> RunResult:
     Raises MismatchError if the FP4 layers did not run as the arm asks.
     """
     started = time.perf_counter()
-    with _one_thread():
+    with torch_threads(1):
         replica = _Replica(settings)
         losses = _losses(replica, settings, data.train)
         is_complete = len(losses) == settings.steps
@@ -206,13 +205,3 @@ def _arm_copy(master: nn.Module, arm: Arm) -> tuple[nn.Module, Any]:
 def _copy_weights(master: nn.Module, compute: nn.Module) -> None:
     for high, low in zip(master.parameters(), compute.parameters(), strict=True):
         low.copy_(high)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

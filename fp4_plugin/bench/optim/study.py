@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ from fp4_plugin.bench.optim.measure import WARMUP_REPEATS, Measured, measure_ste
 from fp4_plugin.bench.optim.peak import measure_memory
 from fp4_plugin.bench.optim.settings import OptimOptions
 from fp4_plugin.bench.optim.training import MakeOptimizer, TrainingRun, stdlib_text, train
+from fp4_plugin.bench.threads import torch_threads
 from fp4_plugin.optim import FP16StateAdamW
 
 __all__ = ["ARMS", "Arm", "missing_contenders", "run_steps", "run_trainings"]
@@ -78,7 +77,7 @@ def run_steps(options: OptimOptions) -> list[Measured]:
     steps = len(sizes) * len(contenders) * (options.repeats + WARMUP_REPEATS)
     found: list[Measured] = []
     with (
-        _threads(options.threads),
+        torch_threads(options.threads),
         tqdm(total=steps + len(sizes) * len(contenders), unit="step", disable=None) as bar,
     ):
         for numel, tensors in sizes:
@@ -99,13 +98,3 @@ def run_trainings(options: OptimOptions) -> dict[str, list[TrainingRun]]:
         settings: dict[str, Any] = {"dtype": arm.dtype, "perturbation": arm.perturbation}
         found[arm.label].append(train(arm.make, text, options.steps, seed, **settings))
     return found
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

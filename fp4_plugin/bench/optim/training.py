@@ -7,11 +7,10 @@ by their optimiser alone, and are compared pair by pair.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from fp4_plugin.bench.threads import torch_threads
 from fp4_plugin.errors import ConfigError
 
 __all__ = ["MakeOptimizer", "TrainingRun", "small_model", "stdlib_text", "train"]
@@ -116,7 +116,7 @@ def train(
     """
     started = time.perf_counter()
     split = int(len(text) * (1 - _HELD_OUT_FRACTION))
-    with _one_thread():
+    with torch_threads(1):
         model = small_model(seed, perturbation).to(dtype)
         optimizer = make(list(model.parameters()))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup_cosine(steps))
@@ -161,13 +161,3 @@ def _held_out_loss(model: nn.Module, text: torch.Tensor) -> float:
     model.eval()
     sequences = _batch(text, _HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
     return _loss(model, sequences).item()
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4_plugin.activation import Activation
 from fp4_plugin.checkpoint import Manifest, committed, find_folder, read_latest, restore_rng
 from fp4_plugin.checkpoint.verification import inspect_files, verify_files, verify_names
 from fp4_plugin.errors import CheckpointError
-from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem, gather
+from fp4_plugin.integrations.deepspeed.agreement import common_problem, gather
 from fp4_plugin.integrations.deepspeed.checkpoint_facts import (
     FRAMEWORK,
     converted_states,
@@ -28,13 +27,13 @@ from fp4_plugin.integrations.deepspeed.checkpoint_facts import (
     other_recipe,
 )
 from fp4_plugin.integrations.deepspeed.checkpoint_ranks import (
+    EngineCheckpoints,
     do_together,
     gather_parameters_again,
     require_equal,
     without_peers,
 )
 from fp4_plugin.integrations.deepspeed.checkpoint_saving import RNG_FILE
-from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.deepspeed.timeouts import device_of
 from fp4_plugin.integrations.deepspeed.universal_checkpoint import (
     LATEST,
@@ -87,24 +86,8 @@ class _Choice:
     manifest: Manifest | None
 
 
-class Loader:
+class Loader(EngineCheckpoints):
     """Loads checkpoints into one engine."""
-
-    def __init__(
-        self,
-        engine: Any,
-        activation: Activation,
-        communication: EngineCommunication | None,
-        groups: Groups,
-    ) -> None:
-        self._engine = engine
-        self._activation = activation
-        self._communication = communication
-        self._groups = groups
-
-    @property
-    def _rank(self) -> int:
-        return int(self._engine.global_rank)
 
     def load(self, original: Any, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
         """Load as DeepSpeed would with these `arguments`. Raises CheckpointError on every rank."""

@@ -6,13 +6,41 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from fp4_plugin.activation import Activation
 from fp4_plugin.checkpoint.files import disk_problem
 from fp4_plugin.errors import CheckpointError, Fp4Error
 from fp4_plugin.integrations.deepspeed.agreement import Groups, common_problem
+from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 
-__all__ = ["do_together", "gather_parameters_again", "require_equal", "without_peers"]
+__all__ = [
+    "EngineCheckpoints",
+    "do_together",
+    "gather_parameters_again",
+    "require_equal",
+    "without_peers",
+]
 
 Result = TypeVar("Result")
+
+
+class EngineCheckpoints:
+    """What saving and loading know: an engine, its FP4 parts, and the ranks to agree with."""
+
+    def __init__(
+        self,
+        engine: Any,
+        activation: Activation,
+        communication: EngineCommunication | None,
+        groups: Groups,
+    ) -> None:
+        self._engine = engine
+        self._activation = activation
+        self._communication = communication
+        self._groups = groups
+
+    @property
+    def _rank(self) -> int:
+        return int(self._engine.global_rank)
 
 
 def do_together(action: Callable[[], Result], groups: Groups, doing: str = "") -> Result:

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4_plugin.activation import Activation
 from fp4_plugin.checkpoint import (
     FileRecord,
     Manifest,
@@ -33,19 +32,19 @@ from fp4_plugin.checkpoint import (
 from fp4_plugin.checkpoint.files import disk_problem, flush
 from fp4_plugin.checkpoint.manifest import file_names
 from fp4_plugin.errors import CheckpointError
-from fp4_plugin.integrations.deepspeed.agreement import Groups, gather
+from fp4_plugin.integrations.deepspeed.agreement import gather
 from fp4_plugin.integrations.deepspeed.checkpoint_facts import (
     checkpoint_bytes,
     checkpoint_facts,
     run_facts,
 )
 from fp4_plugin.integrations.deepspeed.checkpoint_ranks import (
+    EngineCheckpoints,
     do_together,
     gather_parameters_again,
     require_equal,
     without_peers,
 )
-from fp4_plugin.integrations.deepspeed.communication import EngineCommunication
 from fp4_plugin.integrations.deepspeed.timeouts import device_of
 from fp4_plugin.telemetry.manifest import MANIFEST_NAME, write_manifest
 
@@ -57,24 +56,8 @@ RNG_FILE = "fp4_rng_rank_{rank:05d}.safetensors"
 _MARK = ".rank_{rank:05d}"
 
 
-class Saver:
+class Saver(EngineCheckpoints):
     """Writes the checkpoints of one engine."""
-
-    def __init__(
-        self,
-        engine: Any,
-        activation: Activation,
-        communication: EngineCommunication | None,
-        groups: Groups,
-    ) -> None:
-        self._engine = engine
-        self._activation = activation
-        self._communication = communication
-        self._groups = groups
-
-    @property
-    def _rank(self) -> int:
-        return int(self._engine.global_rank)
 
     def save(self, original: Any, arguments: Mapping[str, Any]) -> bool:
         """Save as DeepSpeed would with these `arguments`. Raises CheckpointError on every rank."""

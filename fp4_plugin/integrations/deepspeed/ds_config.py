@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4_plugin.config import Fp4Config
+from fp4_plugin.config import Fp4Config, find_section
+from fp4_plugin.config.models import SECTION, SectionModel
 from fp4_plugin.errors import ConfigError
 
 __all__ = [
@@ -23,8 +24,11 @@ __all__ = [
     "refuse_conflicts",
     "refuse_state_conflicts",
     "resolve_config",
+    "section_in",
 ]
 
+# Top-level keys by which a DeepSpeed configuration without an "fp4" section is known.
+_DEEPSPEED_KEYS = ("train_", "zero_", "optimizer", "scheduler", "bf16", "fp16", "gradient_")
 # Dotted key of a DeepSpeed setting -> why it cannot be honoured together with the "fp4" section.
 CONFLICTS: dict[str, str] = {
     "compile.deepcompile": (
@@ -112,6 +116,25 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not text.strip():
         found = type(content).__name__ if text.strip() else "an empty file"
         raise ConfigError(f"{path}: expected a JSON object, got {found}")
+    return content
+
+
+def section_in(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The section in the file `path`: a DeepSpeed configuration's, or the file is one itself.
+
+    Raises ConfigError for a DeepSpeed configuration without one.
+    """
+    is_deepspeeds = SECTION in content or any(key.startswith(_DEEPSPEED_KEYS) for key in content)
+    if not is_deepspeeds and content.keys() & SectionModel.model_fields.keys():
+        return content
+    section = find_section(content)
+    if section is not None:
+        return section
+    if is_deepspeeds:
+        raise ConfigError(
+            f'{path}: a DeepSpeed configuration without an "fp4" section trains in high precision; '
+            'add  "fp4": {"recipe": "paper"}'
+        )
     return content
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fp4_plugin.errors import NotRunYet
 from fp4_plugin.integrations.deepspeed.optimizer_section import SETTINGS
-from fp4_plugin.optim import BLOCK_SIZE, STATE_FORMATS, FP16StateAdamW, StateFormat
+from fp4_plugin.optim import BLOCK_SIZE, STATE_FORMATS, FP16StateAdamW
 from fp4_plugin.optim.states import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -25,6 +25,7 @@ from fp4_plugin.optim.states import (
     STEP,
     decode_tensor,
     encode_tensor,
+    format_of,
     import_state,
     is_packed,
 )
@@ -80,7 +81,7 @@ class _Slices:
             return
         blocks, first = self._blocks(state, key, start, values.numel())
         blocks[start - first : start - first + values.numel()] = values
-        codes, scale = encode_tensor(blocks, _format(state, key))
+        codes, scale = encode_tensor(blocks, format_of(key, state[key]))
         state[key].narrow(0, first, codes.numel()).copy_(codes)
         state[key + SCALE].narrow(0, first // BLOCK_SIZE, scale.numel()).copy_(scale)
 
@@ -99,12 +100,8 @@ class _Slices:
         """Float32 values of the blocks that hold [start, start + numel), and where they begin."""
         first, end = start // BLOCK_SIZE, -(-(start + numel) // BLOCK_SIZE)
         codes = state[key][first * BLOCK_SIZE : end * BLOCK_SIZE]
-        values = decode_tensor(codes, state[key + SCALE][first:end], _format(state, key))
+        values = decode_tensor(codes, state[key + SCALE][first:end], format_of(key, state[key]))
         return values, first * BLOCK_SIZE
-
-
-def _format(state: dict[str, Any], key: str) -> StateFormat:
-    return StateFormat(key, state[key].dtype, is_root=key == EXP_AVG_SQ)
 
 
 def _decode_fragments(wrapper: Any, parameters: str, flats: str, slices: _Slices) -> None:

@@ -13,12 +13,13 @@ import argparse
 import logging
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp4_plugin.config import Fp4Config, parse_section
-from fp4_plugin.errors import ConfigError, Fp4Error
+from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
+from fp4_plugin.integrations.deepspeed.ds_config import read_config, section_in
 from fp4_plugin.integrations.patching import Patch, patch_function
 
 __all__ = ["FLAG", "install", "main", "read_section"]
@@ -68,19 +69,12 @@ def _refuse_clashes(arguments: Sequence[str]) -> None:
             )
 
 
-def read_section(path: Path) -> dict[str, Any]:
+def read_section(path: Path) -> Mapping[str, Any]:
     """The section in `path`, which is a file of its own or a DeepSpeed configuration.
 
-    Raises ConfigError if it cannot be read or is not a JSON object.
+    Raises ConfigError if it cannot be read or holds none.
     """
-    from fp4_plugin.config.models import SECTION
-    from fp4_plugin.integrations.deepspeed.ds_config import read_config
-
-    content = read_config(path)
-    section = content.get(SECTION, content)
-    if not isinstance(section, dict):
-        raise ConfigError(f'{path}: "{SECTION}" is {section!r}, expected an object')
-    return section
+    return section_in(read_config(path), path)
 
 
 def install(config: Fp4Config) -> list[Patch]:
@@ -123,7 +117,7 @@ def _megatron_training() -> Any:
     try:
         from megatron.training import training
     except ImportError as error:
-        raise ConfigError(
+        raise UnsupportedError(
             f"megatron.training cannot be imported ({error}): the script has to be that of a "
             "Megatron-LM checkout, and the packages that it needs have to be installed"
         ) from error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp4_plugin.activation import Activation, activate, activation_of
-from fp4_plugin.config import Fp4Config
+from fp4_plugin.config import Fp4Config, parse_section
 from fp4_plugin.errors import NotRunYet, UnsupportedError
 from fp4_plugin.integrations.megatron.layers import TensorParallel, fp4_forms
 
@@ -29,8 +29,6 @@ def convert_megatron_model(model: nn.Module, section: Mapping[str, Any] | Fp4Con
     and for a model without a linear to convert, UnsupportedError for a configuration of Megatron
     that excludes FP4 layers.
     """
-    from fp4_plugin.config import parse_section
-
     config = parse_section(section)
     refuse_conflicts(getattr(model, "config", None), config)
     settings = TensorParallel(**config.tensor_parallel)
