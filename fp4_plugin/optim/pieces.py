@@ -53,7 +53,6 @@ class _Part:
     fields: Fields
     start: int
     stop: int
-    device: torch.device
 
     @property
     def num_blocks(self) -> int:
@@ -83,7 +82,7 @@ def _packs(tensors: Iterable[Fields]) -> Iterator[list[_Part]]:
         if part.num_blocks > room:
             if pack:
                 yield pack
-            pack, room = [], max_blocks(part.device)
+            pack, room = [], max_blocks()
         pack.append(part)
         room -= part.num_blocks
     if pack:
@@ -92,15 +91,15 @@ def _packs(tensors: Iterable[Fields]) -> Iterator[list[_Part]]:
 
 def _parts(tensors: Iterable[Fields]) -> Iterator[_Part]:
     for fields in tensors:
-        numel, device = next((x.numel(), x.device) for n, x in fields.items() if SCALE not in n)
-        step = max_blocks(device) * BLOCK_SIZE
+        numel = next(x.numel() for name, x in fields.items() if SCALE not in name)
+        step = max_blocks() * BLOCK_SIZE
         whole = numel - numel % BLOCK_SIZE
         if whole < _WORTH_A_PIECE * BLOCK_SIZE:
             whole = numel
         for start in range(0, whole, step):
-            yield _Part(fields, start, min(start + step, whole), device)
+            yield _Part(fields, start, min(start + step, whole))
         if whole < numel:
-            yield _Part(fields, whole, numel, device)
+            yield _Part(fields, whole, numel)
 
 
 def _run_copied(
@@ -121,7 +120,7 @@ def _run_copied(
     for name, example in pack[0].fields.items():
         is_scale = name.endswith(SCALE)
         numel = sum(rows if is_scale else sizes)
-        flat = scratch.take(f"copied {name}", numel, example.dtype, example.device)
+        flat = scratch.take(f"copied {name}", (numel,), example.dtype, example.device)
         if is_scale:
             places = flat.split_with_sizes(rows)
         else:

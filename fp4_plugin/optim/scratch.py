@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 __all__ = ["CompilerWorkspace", "Scratch", "max_blocks"]
 
-# The float32 copies of a piece should stay in a CPU's cache and take little of the
-# 64 MB that a step may; a GPU needs larger pieces to be busy.
-_BLOCKS_ON_CPU = 512
-_BLOCKS_ELSEWHERE = 1024
+# Smaller, and the interpreter's time for some sixty operations per piece shows; larger, and the
+# float32 copies of a piece leave a CPU's cache and take more of the 64 MB that a step may.
+_MAX_BLOCKS = 1024
 
 
-def max_blocks(device: torch.device) -> int:
+def max_blocks() -> int:
     """Blocks in the largest piece."""
-    return _BLOCKS_ON_CPU if device.type == "cpu" else _BLOCKS_ELSEWHERE
+    return _MAX_BLOCKS
 
 
 class Scratch:
@@ -24,18 +25,30 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        # A piece has some ten of them, and making a view takes as long as a small operation.
+        self._views: dict[
+            tuple[str, torch.dtype, torch.device], dict[tuple[int, ...], torch.Tensor]
+        ] = {}
 
-    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor; what it holds is anything."""
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor; what it holds is anything."""
         key = (name, dtype, device)
-        memory = self._memory.get(key)
-        if memory is None or memory.numel() < numel:
-            memory = self._memory[key] = torch.empty(numel, dtype=dtype, device=device)
-        return memory[:numel]
+        views = self._views.setdefault(key, {})
+        view = views.get(shape)
+        if view is None:
+            numel = math.prod(shape)
+            memory = self._memory.get(key)
+            if memory is None or memory.numel() < numel:
+                memory = self._memory[key] = torch.empty(numel, dtype=dtype, device=device)
+                views.clear()
+            view = views[shape] = memory[:numel].view(shape)
+        return view
 
     def like(self, x: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the shape of `x`; what it holds is anything."""
-        return self.take(name, x.numel(), dtype, x.device).view(x.shape)
+        return self.take(name, x.shape, dtype, x.device)
 
 
 class CompilerWorkspace:

@@ -117,9 +117,10 @@ class StateFormat:
         """
         if self.is_root:
             x.sqrt_()
-        scale.copy_(self._scale(self._block_amax(x, workspace)))
+        self._set_scale(self._block_amax(x), scale)
         is_narrowed = self.dtype.itemsize == 1 and noise is not None
-        x.mul_((1.0 / e4m3.UNIT if is_narrowed else 1.0) / scale)
+        inverse = scale.reciprocal()
+        x.mul_(inverse.mul_(1.0 / e4m3.UNIT) if is_narrowed else inverse)
         if noise is not None and self.stochastic_subnormals:
             self._round_small(x, noise, workspace)
         elif noise is not None:
@@ -129,13 +130,12 @@ class StateFormat:
         else:
             codes.view(self.dtype).copy_(x)
 
-    def _block_amax(self, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def _block_amax(self, x: torch.Tensor) -> torch.Tensor:
         """(blocks, width) -> (blocks, 1) max|x|; NaN where the block holds one."""
-        if not self.is_root:
-            x = torch.abs(x, out=workspace.like(x, "shift", torch.float32))
-        return x.amax(dim=1, keepdim=True)
+        amax = x.amax(dim=1, keepdim=True)
+        return amax if self.is_root else torch.maximum(amax, -x.amin(dim=1, keepdim=True))
 
-    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+    def _set_scale(self, amax: torch.Tensor, scale: torch.Tensor) -> None:
         """Power of two for each block; where amax is not finite, what decodes to NaN.
 
         That is NaN; or infinity, which costs less, for formats that keep NaN and turn all else into
@@ -145,10 +145,10 @@ class StateFormat:
         """
         round_up = (1 << self.dropped_bits) - 1
         binade = (amax.view(torch.int32) + round_up).bitwise_and_(_EXPONENT_MASK_FP32)
-        scale = binade.view(torch.float32).mul_(2.0**-self.top_exponent).clamp_(min=self.min_scale)
+        torch.mul(binade.view(torch.float32), 2.0**-self.top_exponent, out=scale)
+        scale.clamp_(min=self.min_scale)
         if self.dtype.itemsize == 1:
             scale.masked_fill_(scale == math.inf, math.nan)
-        return scale
 
     def _round_normal(self, x: torch.Tensor, noise: torch.Tensor) -> None:
         """Round numbers of the format's normal range stochastically to its grid, in place.

@@ -90,7 +90,7 @@ class Stepper:
         self, step: int, formats: Formats, device: torch.device
     ) -> dict[str, torch.Tensor]:
         return {
-            name: self._noise[name].rows(step, fmt.dropped_bits, max_blocks(device), device)
+            name: self._noise[name].rows(step, fmt.dropped_bits, max_blocks(), device)
             for name, fmt in _kinds(formats).items()
             if fmt is not None and fmt.stochastic
         }

@@ -223,7 +223,7 @@ def large_job(kind: str, numels: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["fp32", "fp16"])
 def test_bits_do_not_depend_on_the_size_of_pieces(kind, monkeypatch):
     expected = large_job(kind, [])
-    monkeypatch.setattr(scratch, "_BLOCKS_ON_CPU", 96)
+    monkeypatch.setattr(scratch, "_MAX_BLOCKS", 96)
     assert same(large_job(kind, []), expected)
 
 
