@@ -17,7 +17,7 @@ from fp4_plugin.optim.states import SCALE, STEP, export_state, import_state, is_
 from fp4_plugin.optim.stepper import Stepper, Work
 from fp4_plugin.optim.update import Formats
 
-__all__ = ["FP16StateAdamW"]
+__all__ = ["FP16StateAdamW", "group_formats"]
 
 Group = dict[str, Any]
 
@@ -117,7 +117,7 @@ class FP16StateAdamW(Optimizer):
                 loss = closure()
         self._refuse_sparse_gradients()
         for group in self.param_groups:
-            formats = _formats(group)
+            formats = group_formats(group)
             work = [
                 self._work(param, param.grad, formats)
                 for param in group["params"]
@@ -137,7 +137,7 @@ class FP16StateAdamW(Optimizer):
         """As in torch, with the states decoded to float32, unless `checkpoint` is "native"."""
         result = super().state_dict()
         formats = {
-            index: (_formats(group), group["checkpoint"] == "native")
+            index: (group_formats(group), group["checkpoint"] == "native")
             for group in result["param_groups"]
             for index in group["params"]
         }
@@ -175,7 +175,7 @@ class FP16StateAdamW(Optimizer):
         ]:
             return {}
         params = {
-            index: (param, _formats(own))
+            index: (param, group_formats(own))
             for own, saved in zip(self.param_groups, saved_groups, strict=True)
             for param, index in zip(own["params"], saved["params"], strict=True)
         }
@@ -229,7 +229,8 @@ class _Hidden:
         self.state = state
 
 
-def _formats(group: Group) -> Formats:
+def group_formats(group: Mapping[str, Any]) -> Formats:
+    """How the states of a param group of FP16StateAdamW are stored."""
     master = group["master_weights"]
     return Formats(
         exp_avg=STATE_FORMATS[group["exp_avg"]],

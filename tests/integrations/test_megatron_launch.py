@@ -81,15 +81,18 @@ def test_installing_twice_wraps_once_and_can_be_undone(monkeypatch):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     training = types.ModuleType("megatron.training.training")
     training.get_model = get_model = lambda model_provider_func: model_provider_func()
+    training.get_megatron_optimizer = get_optimizer = lambda config, model: None
     training.train_step = train_step = lambda forward_step, data, model: "done"
     monkeypatch.setattr(launch, "_megatron_training", lambda: training)
     config = parse_section(SECTION)
     first = install(config)
     assert install(config) == first
-    assert training.train_step(None, None, []) == "done"
+    assert len(first) == 3
     for patch in first:
         patch.undo()
-    assert (training.get_model, training.train_step) == (get_model, train_step)
+    assert training.get_model is get_model
+    assert training.get_megatron_optimizer is get_optimizer
+    assert training.train_step is train_step
 
 
 def test_autotp_does_not_take_megatrons_settings():
@@ -99,19 +102,6 @@ def test_autotp_does_not_take_megatrons_settings():
     refuse_conflicts(ds_config, parse_section({"recipe": "paper"}))
     with pytest.raises(ConfigError, match=r'"tensor_parallel\.autotp_size": 2: the layers of'):
         refuse_conflicts(ds_config, parse_section(SECTION))
-
-
-@pytest.mark.parametrize("key", ["gradient_communication", "optimizer_states"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_what_megatron_does_not_have_yet_is_refused(key):
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from fp4_plugin.integrations.megatron.model import refuse_conflicts
-
-    off = {"gradient_communication": None, "optimizer_states": None}
-    refuse_conflicts(None, parse_section(off))
-    del off[key]
-    with pytest.raises(UnsupportedError, match=f'"{key}" .* set it to null'):
-        refuse_conflicts(None, parse_section(off))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +120,6 @@ def test_settings_of_megatron_that_exclude_fp4_layers_are_named(transformer, sec
 
     config = parse_section(
         {
-            "gradient_communication": None,
-            "optimizer_states": None,
             "linear": {"input": {"outliers": section}},
         }
     )

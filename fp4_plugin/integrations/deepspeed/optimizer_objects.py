@@ -66,7 +66,11 @@ def converted(optimizer: Any, asked: Mapping[str, Any] | None) -> Any:
         for key in _OTHER_KEYS:
             own.pop(key, None)
         own.update({key: new[key] for key in (*_HYPERPARAMETERS, *SETTINGS)})
-    states = dict(twin.state)
+    # The twin's own parameters are other objects for the same memory.
+    theirs, ours = _params(twin), _params(optimizer)
+    states = {
+        own: twin.state[one] for one, own in zip(theirs, ours, strict=True) if one in twin.state
+    }
     optimizer.__class__ = FP16StateAdamW
     optimizer.defaults = twin.defaults
     optimizer.state.clear()
@@ -80,7 +84,11 @@ def converted(optimizer: Any, asked: Mapping[str, Any] | None) -> Any:
 def _twin(optimizer: Optimizer, asked: Mapping[str, Any]) -> FP16StateAdamW:
     """A new FP16StateAdamW on the same parameters, with the same states and hyperparameters."""
     groups = [
-        {"params": list(group["params"]), **{key: group[key] for key in _HYPERPARAMETERS}}
+        # Megatron's distributed optimizer steps views, which a new optimizer refuses.
+        {
+            "params": [param.detach() for param in group["params"]],
+            **{key: group[key] for key in _HYPERPARAMETERS},
+        }
         for group in optimizer.param_groups
     ]
     defaults = {
@@ -90,6 +98,10 @@ def _twin(optimizer: Optimizer, asked: Mapping[str, Any]) -> FP16StateAdamW:
     if optimizer.state:
         twin.load_state_dict(_state_of(optimizer))
     return twin
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fp4_plugin.integrations.deepspeed.optimizer_section import SETTINGS
 from fp4_plugin.optim import STATE_FORMATS, FP16StateAdamW
 from fp4_plugin.optim.fused import backend_for
 
-__all__ = ["EngineOptimizerStates", "attach_optimizer_states"]
+__all__ = ["EngineOptimizerStates", "attach_optimizer_states", "sizes_of"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -86,7 +86,7 @@ class EngineOptimizerStates:
             "asked": dict(settings),
             "asked_by": "the optimizer" if self._asked is None else "the section",
         }
-        return {**report, **_sizes(optimizer)}
+        return {**report, **sizes_of(optimizer)}
 
     def _settings(self, optimizer: FP16StateAdamW) -> Mapping[str, Any]:
         if self._asked is not None:
@@ -101,8 +101,8 @@ def _trains(engine: Any) -> bool:
     return any(parameter.requires_grad for parameter in engine.module.parameters())
 
 
-def _sizes(optimizer: FP16StateAdamW) -> dict[str, Any]:
-    """Bytes of states and master weights, which are what the optimizer steps: ZeRO's partitions."""
+def sizes_of(optimizer: FP16StateAdamW) -> dict[str, Any]:
+    """For the manifest: bytes of states, and of master weights, which are what it steps."""
     masters = [value for value in optimizer.state if isinstance(value, torch.Tensor)]
     count = sum(master.numel() for master in masters)
     by_kind = {

@@ -3,14 +3,14 @@
     torchrun -m fp4_plugin.integrations.megatron pretrain_gpt.py ... --fp4-plugin-config fp4.json
 
 The file holds the section itself, or a DeepSpeed configuration that has it under "fp4". The script
-stays as it is: two functions of megatron.training are wrapped, the one that builds the model and
-the one that does a step, and the first step is verified.
+stays as it is: three functions of megatron.training are wrapped, those that build the model, make
+the optimizer and do a step. The first step is verified, and rank 0 leaves fp4_manifest.json in the
+folder of --save, else of --tensorboard-dir.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,6 @@ from fp4_plugin.integrations.deepspeed.ds_config import read_config, section_in
 from fp4_plugin.integrations.patching import Patch, patch_function
 
 __all__ = ["FLAG", "install", "main", "read_section"]
-
-logger = logging.getLogger("fp4_plugin")
 
 FLAG = "--fp4-plugin-config"
 # Megatron's own, which need Transformer Engine and quantise the same layers.
@@ -82,35 +80,53 @@ def install(config: Fp4Config) -> list[Patch]:
 
     Raises UnsupportedError where Megatron-LM has no such functions.
     """
+    from fp4_plugin.integrations.megatron.job import MegatronJob
+
     training = _megatron_training()
+    job = MegatronJob(config)
 
     def get_model(original: Any, model_provider_func: Any, *args: Any, **kwargs: Any) -> Any:
-        from fp4_plugin.integrations.megatron.model import convert_megatron_model
-
         def provide(*provider_args: Any, **provider_kwargs: Any) -> Any:
             model = model_provider_func(*provider_args, **provider_kwargs)
-            activation = convert_megatron_model(model, config)
-            _say(activation.banner())
+            convert_megatron_model(model, config)
             return model
 
-        return original(provide, *args, **kwargs)
+        from fp4_plugin.integrations.megatron.model import convert_megatron_model
 
-    verified: set[int] = set()
+        models = original(provide, *args, **kwargs)
+        job.built(models, _tensor_parallel_size())
+        return models
+
+    def get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        job.stepper(optimizer)
+        return optimizer
 
     def train_step(original: Any, *args: Any, **kwargs: Any) -> Any:
-        from fp4_plugin.integrations.megatron.model import verify_models
-
         result = original(*args, **kwargs)
-        models = kwargs["model"] if "model" in kwargs else args[2]
-        if id(models) not in verified:
-            verify_models(list(models))
-            verified.add(id(models))
+        job.stepped(_folder())
         return result
 
     return [
         patch_function(training, "get_model", get_model, ["model_provider_func"]),
-        patch_function(training, "train_step", train_step, ["model"]),
+        patch_function(training, "get_megatron_optimizer", get_megatron_optimizer),
+        patch_function(training, "train_step", train_step),
     ]
+
+
+def _tensor_parallel_size() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def _folder() -> Path | None:
+    """Where a job of Megatron leaves files, if it leaves any."""
+    from megatron.training import get_args
+
+    arguments = get_args()
+    found = getattr(arguments, "save", None) or getattr(arguments, "tensorboard_dir", None)
+    return Path(found) if found else None
 
 
 def _megatron_training() -> Any:
@@ -122,10 +138,3 @@ def _megatron_training() -> Any:
             "Megatron-LM checkout, and the packages that it needs have to be installed"
         ) from error
     return training
-
-
-def _say(message: str) -> None:
-    import torch
-
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(message, flush=True)

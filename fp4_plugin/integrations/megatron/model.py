@@ -1,22 +1,18 @@
-"""From a model that Megatron has built to FP4 layers, and the proof that they run."""
+"""From a model that Megatron has built to FP4 layers."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from fp4_plugin.activation import Activation, activate, activation_of
+from fp4_plugin.activation import Activation, activate
 from fp4_plugin.config import Fp4Config, parse_section
-from fp4_plugin.errors import NotRunYet, UnsupportedError
+from fp4_plugin.errors import UnsupportedError
 from fp4_plugin.integrations.megatron.layers import TensorParallel, fp4_forms
 
-__all__ = ["convert_megatron_model", "refuse_conflicts", "verify_models"]
-
-logger = logging.getLogger("fp4_plugin")
+__all__ = ["convert_megatron_model", "refuse_conflicts"]
 
 # Attributes of Megatron's models that hold the linear from hidden states to logits.
 _HEADS = ("output_layer", "lm_head")
@@ -26,13 +22,17 @@ def convert_megatron_model(model: nn.Module, section: Mapping[str, Any] | Fp4Con
     """Turn the linears of `model`, fresh from its constructor, into FP4 layers in place.
 
     The output layer and the embeddings keep high precision. Raises ConfigError for a wrong section
-    and for a model without a linear to convert, UnsupportedError for a configuration of Megatron
-    that excludes FP4 layers.
+    and, except for a pipeline stage, for a model without a linear to convert; UnsupportedError for
+    a configuration of Megatron that excludes FP4 layers.
     """
     config = parse_section(section)
-    refuse_conflicts(getattr(model, "config", None), config)
+    transformer = getattr(model, "config", None)
+    refuse_conflicts(transformer, config)
     settings = TensorParallel(**config.tensor_parallel)
-    return activate(model, config, forms=fp4_forms(settings), heads=_heads(model))
+    is_stage = getattr(transformer, "pipeline_model_parallel_size", 1) > 1
+    return activate(
+        model, config, forms=fp4_forms(settings), heads=_heads(model), allow_empty=is_stage
+    )
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
@@ -48,14 +48,6 @@ def refuse_conflicts(transformer: Any, config: Fp4Config) -> None:
     """
     if not config.enabled:
         return
-    for key, value in (
-        ("gradient_communication", config.communication_spec),
-        ("optimizer_states", config.optimizer_states),
-    ):
-        if value is not None:
-            raise UnsupportedError(
-                f'"{key}" in the fp4 section is not there for Megatron yet: set it to null'
-            )
     for name in ("fp4", "fp8"):
         if getattr(transformer, name, None):
             raise UnsupportedError(
@@ -74,24 +66,3 @@ def refuse_conflicts(transformer: Any, config: Fp4Config) -> None:
             "linear.input.outliers.scope 'tensor' has shapes that depend on the data, which a CUDA "
             "graph cannot hold: use scope 'row', or leave CUDA graphs off"
         )
-
-
-def verify_models(models: list[nn.Module]) -> None:
-    """After a step: raise MismatchError unless every planned layer ran as planned."""
-    for model in models:
-        activation = activation_of(model)
-        if activation is None:
-            continue
-        try:
-            unproven = activation.verify()
-        except NotRunYet:
-            if activation.config.on_mismatch == "error":
-                raise
-            unproven = activation.reports()
-        for report in unproven:
-            if _is_first_rank():
-                logger.warning("fp4: %s is not proven yet: %s", report.name, report.reason)
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
