@@ -79,9 +79,15 @@ class _Saved:
 # As torch.compiler.disable, which would import Dynamo (seconds) with this module.
 @_disable_dynamo
 def fp4_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, run: LayerRun
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    run: LayerRun,
+    quantized: QuantizedInput | None = None,
 ) -> torch.Tensor:
     """x: (..., K), weight: (N, K), bias: (N) or None, all of one float dtype -> (..., N).
+
+    quantized: x by whoever has quantised it already; of x only shape and dtype are read then.
 
     Under autocast the output has the autocast dtype, and operands are quantised from the dtype
     they are stored in. Raises RuntimeError if shapes or (without autocast) dtypes do not fit.
@@ -92,8 +98,9 @@ def fp4_linear(
     _check_operands(x, weight, run.name, autocast=autocast)
     output_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
     with _without_autocast(device_type):
-        with torch.no_grad():
-            quantized = shared_quantized_input(x, run.spec, run.shards)
+        if quantized is None:
+            with torch.no_grad():
+                quantized = shared_quantized_input(x, run.spec, run.shards)
         rows = as_rows(x)
         output: torch.Tensor = _FP4Linear.apply(rows, weight, bias, quantized, run, output_dtype)
     return output.view(*x.shape[:-1], weight.shape[0])

@@ -103,6 +103,33 @@ def one_step(section, sequence_parallel=False, **settings):
     }  # fmt: skip
 
 
+def gathering_values(section):
+    """One step in which the input travels in high precision."""
+    from fp4_plugin.integrations.megatron import layers
+
+    plain = layers.can_gather
+    layers.can_gather = lambda spec: False
+    try:
+        return one_step(section, sequence_parallel=True)
+    finally:
+        layers.can_gather = plain
+
+
+def counting_gathered_bytes(run):
+    """What `run` returns, with the bytes that this rank got by all-gathers into one tensor."""
+    plain, sizes = torch.distributed.all_gather_into_tensor, []
+
+    def counting(whole, part, *args, **kwargs):
+        sizes.append(whole.nbytes)
+        return plain(whole, part, *args, **kwargs)
+
+    torch.distributed.all_gather_into_tensor = counting
+    try:
+        return {**run(), "gathered bytes": sum(sizes)}
+    finally:
+        torch.distributed.all_gather_into_tensor = plain
+
+
 def gathered(*tensors, dim):
     result = []
     for tensor in tensors:
@@ -120,7 +147,10 @@ def everything():
     torch.cuda.current_device = lambda: torch.device("cpu")
     parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
     results = {name: one_step(section) for name, section in SECTIONS.items()}
-    results["sequence parallel"] = one_step(PAPER, sequence_parallel=True)
+    results["sequence parallel"] = counting_gathered_bytes(
+        lambda: one_step(PAPER, sequence_parallel=True)
+    )
+    results["sequence parallel, values"] = counting_gathered_bytes(lambda: gathering_values(PAPER))
     results["exact, sequence parallel"] = one_step(EXACT, sequence_parallel=True)
     results["no bias"] = one_step(PAPER, bias=False)
     results["skip_bias_add"] = one_step(PAPER, skip_bias_add=True)
@@ -153,6 +183,20 @@ def test_shared_scales_make_numbers_independent_of_the_ranks(results, ranks, nam
     assert distance(results[ranks][name], results[1]["shared"]) < 1e-6
     # ... which is not so by itself.
     assert distance(results[ranks]["local"], results[1]["local"]) > 1e-2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_travels_for_a_sequence_are_codes(results, ranks):
+    """No bit changes; the row-parallel layer gathers outliers, which are the same bytes in both."""
+    codes = results[ranks]["sequence parallel"]
+    values = results[ranks]["sequence parallel, values"]
+    assert codes["values"] == values["values"]
+    tokens = TOKENS * BATCH
+    # Per row: codes, scale, two thresholds, and column and value of what was clamped.
+    entries = 2 * (HIDDEN - 1 - int(0.99 * HIDDEN))
+    row = HIDDEN // 2 + 4 + 8 + 6 * entries
+    saved = values["gathered bytes"] - codes["gathered bytes"]
+    assert saved == tokens * (4 * HIDDEN - row)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

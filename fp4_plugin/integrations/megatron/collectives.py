@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["from_first_rank", "gather_sequence", "sum_gradient"]
+__all__ = ["from_first_rank", "gather_sequence", "gathered_shape", "sum_gradient"]
 
 Group = dist.ProcessGroup
 
@@ -24,6 +24,15 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     """x: (S / ranks, ...) -> (S, ...); each rank gets the sum of the gradients of its part."""
     result: torch.Tensor = _GatherSequence.apply(x, group)
+    return result
+
+
+def gathered_shape(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`gather_sequence` for who knows the values already: nothing is sent, all elements are one.
+
+    The gradient is that of `gather_sequence`.
+    """
+    result: torch.Tensor = _GatheredShape.apply(x, group)
     return result
 
 
@@ -62,6 +71,16 @@ class _GatherSequence(torch.autograd.Function):
         part = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
         dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
         return part, None
+
+
+class _GatheredShape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        whole = (x.shape[0] * group.size(), *x.shape[1:])
+        return x.new_zeros(()).expand(whole)
+
+    backward = _GatherSequence.backward
 
 
 class _FromFirstRank(torch.autograd.Function):

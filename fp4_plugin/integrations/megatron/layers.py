@@ -25,9 +25,12 @@ from fp4_plugin.errors import UnsupportedError
 from fp4_plugin.integrations.megatron.collectives import (
     from_first_rank,
     gather_sequence,
+    gathered_shape,
     sum_gradient,
 )
 from fp4_plugin.linear.function import LayerRun, fp4_linear
+from fp4_plugin.linear.gathered import can_gather, gather_input
+from fp4_plugin.linear.operand import as_rows, quantize_input
 from fp4_plugin.linear.shards import Shards, sums_over
 
 __all__ = ["FP4ColumnParallelLinear", "FP4RowParallelLinear", "TensorParallel", "fp4_forms"]
@@ -93,13 +96,19 @@ class _FP4TensorParallel(nn.Module):
                 "of the layer, which an FP4 layer cannot do; it is for the output layer alone"
             )
         group = self.tp_group
-        if sequence_parallel:
+        quantized = None
+        if sequence_parallel and can_gather(self.fp4.spec):
+            with torch.no_grad():
+                part = quantize_input(as_rows(input), self.fp4.spec, self.fp4.shards)
+                quantized = gather_input(part, group)
+            input = gathered_shape(input, group)
+        elif sequence_parallel:
             input = gather_sequence(input, group)
         elif allreduce_dgrad:
             input = sum_gradient(input, group)
         if gradient_accumulation_fusion and weight.requires_grad:
             weight = _into_main_grad(weight)
-        output = fp4_linear(input, weight, bias, self.fp4)
+        output = fp4_linear(input, weight, bias, self.fp4, quantized)
         if sums_over(self.fp4.shards) is not None:
             output = from_first_rank(output, group)
         return output
