@@ -2,7 +2,8 @@
 #
 # Variables: PYTHON (interpreter to build the environment with), VENV, PIP_FLAGS (for example
 # "--index-url URL" or "--no-index --find-links DIR"), NPROC (ranks of quickstart;
-# default: one per GPU, else two), MINORS (DeepSpeed minors of releases; default: all), PYTEST_ARGS.
+# default: one per GPU, else two), PACKAGE (deepspeed or megatron-core) and MINORS of releases
+# (default: all), PYTEST_ARGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu-py311.txt
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
+PACKAGE ?= deepspeed
 # The first of these that runs and is new enough (a pyenv shim may exist and yet not run).
 PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c \
 	'import sys; sys.version_info >= (3, 10) and print("$(p)")' 2>/dev/null)))
@@ -23,7 +25,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c \
 help:
 	@echo "make quickstart   install, then train a small LLaMA in FP4 beside its BF16 twin (minutes)"
 	@echo "make test         install what the tests need and run all of them"
-	@echo "make releases     test FP8 gradients, optimizer states and checkpoints on each DeepSpeed minor"
+	@echo "make releases     test what hooks into a framework on each of its minors (PACKAGE=megatron-core)"
 	@echo "make lint         ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff format and mend what it can"
 	@echo "make schema       write configs/schema/fp4.schema.json from the code"
@@ -40,7 +42,7 @@ test: $(VENV)/.dev-installed
 
 # Each release is installed beside this environment, which stays as it is.
 releases: $(VENV)/.dev-installed
-	$(BIN)/python scripts/check_deepspeed_releases.py $(if $(MINORS),--minors $(MINORS))
+	$(BIN)/python scripts/check_releases.py --package $(PACKAGE) $(if $(MINORS),--minors $(MINORS))
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,29 +35,79 @@ def on_cpu():
     """Inside, Megatron's models, optimizers, checkpoints work on the CPU; dropout has to be 0."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     # Megatron spawns a process that imports everything anew: ten seconds for an empty queue.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 asks for it, there or not
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args: None
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    _allow_sequence_parallel_norms()
     with _CudaMeansCpu():
         yield
 
 
-def lay_out(tensor_parallel: int) -> None:
+def lay_out(tensor_parallel: int, pipeline_parallel: int = 1) -> None:
     """(Re)make Megatron's process groups; what is left of the ranks is data-parallel."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+
+
+def _allow_sequence_parallel_norms() -> None:
+    """Megatron has none of torch's, which need only be marked: their gradients are partial."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    plain = WrappedTorchNorm.__new__
+
+    def make(cls, config, *args, **kwargs):
+        norm = plain(cls, replace(config, sequence_parallel=False), *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = make
+
+
+def _gpt(config: Any) -> torch.nn.Module:
+    """The part of the model that this pipeline stage has."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """What a training script of Megatron gives to its schedule, for one microbatch."""
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).tril()[None, None] < 0.5
+    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    return output, _mean
+
+
+def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
 
 
 class Job:
-    """A one-layer GPT with Megatron's data parallelism and optimizer, and the section's parts.
+    """A small GPT with Megatron's data parallelism, schedule, optimizer; and the section's parts.
 
-    section: None trains as Megatron does by itself.
+    section: None trains as Megatron does by itself. shared_batch: all ranks get the same one.
+    transformer: more of TransformerConfig.
     """
 
     def __init__(
@@ -67,14 +118,15 @@ class Job:
         overlap: bool = False,
         bf16: bool = False,
         bucket_size: int | None = None,
+        shared_batch: bool = False,
+        **transformer: Any,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
+            finalize_model_grads,
         )
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -85,20 +137,20 @@ class Job:
 
         torch.manual_seed(1)
         dtype = torch.bfloat16 if bf16 else torch.float32
+        sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4}
         config = TransformerConfig(
-            num_layers=1,
-            hidden_size=128,
-            num_attention_heads=4,
+            **{**sizes, **transformer},
             hidden_dropout=0.0,
             attention_dropout=0.0,
             use_cpu_initialization=True,
             tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             bf16=bf16,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             gradient_accumulation_fusion=False,
         )
-        model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE)
+        model = _gpt(config)
         self.fp4 = None
         if section is not None:
             self.fp4 = MegatronJob(parse_section(section))
@@ -114,6 +166,7 @@ class Job:
             ),
             model,
         )
+        config.finalize_model_grads_func = finalize_model_grads
         if self.fp4 is not None:
             self.fp4.built([self.ddp], tensor_parallel)
         self.optimizer = get_megatron_optimizer(
@@ -128,34 +181,44 @@ class Job:
         )
         if self.fp4 is not None:
             self.fp4.stepper(self.optimizer)
-        self._rank = parallel_state.get_data_parallel_rank()
         self._ranks = parallel_state.get_data_parallel_world_size()
+        self._part = slice(None)
+        if not shared_batch:
+            size = 4 * BATCH // self._ranks
+            first = parallel_state.get_data_parallel_rank() * size
+            self._part = slice(first, first + size)
 
     def step(self, number: int) -> float:
         """One step on batch `number`; the mean loss over all data-parallel ranks."""
         from megatron.core import parallel_state
 
-        loss = self.backward(number)
+        loss = torch.tensor([self.backward(number)])
         self.optimizer.step()
         if self.fp4 is not None:
             self.fp4.stepped(None)
         torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast(loss, last, group=group)
         return float(loss) / self._ranks
 
-    def backward(self, number: int) -> torch.Tensor:
-        """Gradients of batch `number`, reduced; returns the loss of this rank."""
-        from megatron.core.distributed import finalize_model_grads
+    def backward(self, number: int) -> float:
+        """Gradients of batch `number`, reduced; the loss of this rank, 0 before the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens = self._tokens(number)
-        positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
-        mask = torch.ones(SEQUENCE, SEQUENCE).tril()[None, None] < 0.5
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        loss = self.ddp(inputs, positions, mask, labels=labels).float().mean()
-        loss.backward()
-        finalize_model_grads([self.ddp])
-        return loss.detach().clone()
+        results = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(tokens.chunk(2)),
+            model=[self.ddp],
+            num_microbatches=2,
+            seq_length=SEQUENCE,
+            micro_batch_size=len(tokens) // 2,
+            forward_only=False,
+        )
+        return sum(float(one["loss"]) for one in results) / 2
 
     def steps(self, numbers) -> list[float]:
         return [self.step(number) for number in numbers]
@@ -166,7 +229,7 @@ class Job:
         start = torch.randint(VOCABULARY, (4 * BATCH, 1), generator=generator)
         stride = torch.randint(1, 4, (4 * BATCH, 1), generator=generator)
         tokens = (start + stride * torch.arange(SEQUENCE + 1)) % VOCABULARY
-        return tokens.chunk(self._ranks)[self._rank]
+        return tokens[self._part]
 
     def _state(self, sharding: str, is_loading: bool) -> dict[str, Any]:
         """What Megatron-LM puts into a distributed checkpoint."""

@@ -1,7 +1,8 @@
-"""The logic of scripts/check_deepspeed_releases.py: no network, no DeepSpeed."""
+"""The logic of scripts/check_releases.py: no network, no DeepSpeed."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import signal
@@ -17,7 +18,7 @@ from packaging.version import Version
 from tests.integrations.training import UPSTREAM_FAULTS, upstream_fault
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts/check_deepspeed_releases.py"
+SCRIPT = ROOT / "scripts/check_releases.py"
 
 
 def _script():
@@ -29,6 +30,8 @@ def _script():
 
 
 check = _script()
+DEEPSPEED = check.PACKAGES["deepspeed"]
+OPTIONS = argparse.Namespace(package=DEEPSPEED, tests=["tests/x.py"])
 
 REPORT = """<testsuites><testsuite>
 <testcase name="passes"/>
@@ -60,7 +63,7 @@ def report_of(*cases):
 def test_the_last_final_release_of_each_minor_from_0_16_is_taken():
     versions = ["0.18.2", "0.18.10", "0.18.9", "0.16.9", "0.15.4", "0.16.10rc1", "0.20.0", "1.0.1"]
     expected = {"0.16": "0.16.9", "0.18": "0.18.10", "0.20": "0.20.0", "1.0": "1.0.1"}
-    assert check.last_releases(versions) == expected
+    assert check.last_releases(versions, DEEPSPEED) == expected
 
 
 def test_minors_are_selected_and_an_unknown_one_is_refused(capsys):
@@ -81,10 +84,10 @@ def test_pips_answer_is_read_and_its_silence_ends_the_run(monkeypatch):
         monkeypatch.setattr(check.subprocess, "run", lambda *_, **__: done)
 
     pip(answer)
-    assert check._available() == ["0.18.9", "0.18.8"]
+    assert check._available(DEEPSPEED) == ["0.18.9", "0.18.8"]
     pip("", "ERROR: no such index")
     with pytest.raises(SystemExit, match="no such index"):
-        check._available()
+        check._available(DEEPSPEED)
 
 
 def test_a_report_is_counted_and_the_cause_of_the_first_failure_found():
@@ -126,7 +129,7 @@ def test_the_table_has_a_row_for_every_release():
         check.Row("0.16.9", reason="does not install: ERROR: a | b"),
         check.Row("0.18.9", True, "", 3, 1, 0, 65, "test_x: AssertionError: " + "y" * 400),
     ]
-    lines = check.markdown(rows, ["tests/x.py"]).splitlines()
+    lines = check.markdown(rows, OPTIONS).splitlines()
     assert "tests/x.py" in lines[0]
     assert lines[-2] == "| 0.16.9 | no |  |  |  |  | does not install: ERROR: a \\| b |"
     assert lines[-1].startswith("| 0.18.9 | yes | 3 | 1 | 0 | 65 | test_x: AssertionError: yyy")
@@ -140,7 +143,7 @@ def test_the_table_says_what_was_skipped_and_why():
         '<testcase name="c"><skipped message="broken there"/></testcase>',
         '<testcase name="d"><skipped/></testcase>',
     )
-    last = check.markdown([row], []).splitlines()[-1]
+    last = check.markdown([row], OPTIONS).splitlines()[-1]
     notes = "2 skipped: broken there; 1 skipped: no reason given"
     assert last == f"| 0.18.9 | yes | 1 | 0 | 3 | 0 | {notes} |"
     assert row.ok
@@ -157,7 +160,7 @@ def test_the_table_says_what_was_skipped_and_why():
 )
 def test_the_exit_status_and_the_files_follow_from_the_rows(rows, status, tmp_path, monkeypatch):
     left = {f"0.{index}": row for index, row in enumerate(rows, 16)}
-    monkeypatch.setattr(check, "_available", lambda: [f"{minor}.1" for minor in left])
+    monkeypatch.setattr(check, "_available", lambda package: [f"{minor}.1" for minor in left])
     monkeypatch.setattr(check, "check_release", lambda release, _: left[release.rpartition(".")[0]])
     monkeypatch.setattr(check.signal, "signal", lambda *_: None)
     assert check.main(["--output", str(tmp_path)]) == status
@@ -204,7 +207,7 @@ def test_an_environment_sees_the_running_one_behind_its_own_packages(own_environ
     code = "import pytest, deepspeed; print(pytest.__version__, deepspeed.__version__)"
     seen = subprocess.check_output([python, "-c", code], text=True, cwd=tmp_path).split()
     assert seen == [pytest.__version__, "0.18.9"]
-    assert check._why_not_imported("0.18.9", python, tmp_path) == ""
+    assert check._why_not_imported(DEEPSPEED, "0.18.9", python, tmp_path) == ""
 
 
 def test_a_release_that_the_running_environment_has_is_used_from_there(tmp_path, monkeypatch):
@@ -214,26 +217,26 @@ def test_a_release_that_the_running_environment_has_is_used_from_there(tmp_path,
     folder = tmp_path / "0.18.9"
     folder.mkdir()
     python = check.make_environment(folder / "environment")
-    assert check._why_not_imported("0.18.9", python, folder) == ""
-    with pytest.raises(RuntimeError, match=r"wanted DeepSpeed 0\.18\.8, imports 0\.18\.9"):
-        check._why_not_imported("0.18.8", python, folder)
+    assert check._why_not_imported(DEEPSPEED, "0.18.9", python, folder) == ""
+    with pytest.raises(RuntimeError, match=r"wanted deepspeed 0\.18\.8, imports 0\.18\.9"):
+        check._why_not_imported(DEEPSPEED, "0.18.8", python, folder)
     monkeypatch.setattr(check, "_shared", list)  # found somewhere else
-    with pytest.raises(RuntimeError, match=r"wanted DeepSpeed 0\.18\.9, imports 0\.18\.9"):
-        check._why_not_imported("0.18.9", python, folder)
+    with pytest.raises(RuntimeError, match=r"wanted deepspeed 0\.18\.9, imports 0\.18\.9"):
+        check._why_not_imported(DEEPSPEED, "0.18.9", python, folder)
 
 
 def test_another_deepspeed_than_the_one_under_test_stops_the_run(own_environment, tmp_path):
     python, own = own_environment
     _put(own, "0.18.8")
-    with pytest.raises(RuntimeError, match=r"wanted DeepSpeed 0\.18\.9, imports 0\.18\.8"):
-        check._why_not_imported("0.18.9", python, tmp_path)
+    with pytest.raises(RuntimeError, match=r"wanted deepspeed 0\.18\.9, imports 0\.18\.8"):
+        check._why_not_imported(DEEPSPEED, "0.18.9", python, tmp_path)
 
 
 def test_a_release_that_does_not_import_is_reported_with_the_reason(own_environment, tmp_path):
     python, own = own_environment
     _put(own, "0.18.9")
     (own / "deepspeed/__init__.py").write_text("from torch import a_name_it_dropped\n")
-    reason = check._why_not_imported("0.18.9", python, tmp_path)
+    reason = check._why_not_imported(DEEPSPEED, "0.18.9", python, tmp_path)
     assert reason.startswith("does not import: ImportError: cannot import name 'a_name_it_dropped'")
 
 
@@ -246,7 +249,7 @@ def test_a_release_that_does_not_install_is_reported_with_pips_reason(tmp_path, 
         return 1
 
     monkeypatch.setattr(check, "run", pip)
-    reason = check._install("0.18.9", Path("python"), tmp_path)
+    reason = check._install(DEEPSPEED, "0.18.9", Path("python"), tmp_path)
     assert reason == "does not install: ERROR: it needs torch<2"
     assert flags == [True, False]
     assert (tmp_path / "constraints.txt").read_text().startswith("torch==")
@@ -294,7 +297,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("check", {str(SCRIPT)!r})
 check = sys.modules["check"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
-check._available = lambda: ["0.18.9"]
+check._available = lambda package: ["0.18.9"]
 check._install = lambda *_: ""
 run = check.run
 parent = [sys.executable, "-c", {PARENT!r}, {str(tmp_path / "pid")!r}]

@@ -106,7 +106,7 @@ def apply_plan(
 def _reason_to_keep(module: nn.Module, forms: Forms) -> str | None:
     if type(module) in forms:
         return None
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) or "embedding" in type(module).__name__.lower():
         return "embedding: a table look-up, there is no GEMM"
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass of nn.Linear with a behaviour of its own"

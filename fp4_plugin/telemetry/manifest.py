@@ -24,13 +24,22 @@ from fp4_plugin.estimators import ESTIMATORS, Estimator
 from fp4_plugin.linear.convert import ModelPlan
 from fp4_plugin.linear.function import LayerRun
 from fp4_plugin.linear.record import GEMMS
+from fp4_plugin.linear.roles import role_of
 from fp4_plugin.linear.spec import LinearSpec, OperandSpec
 
 __all__ = ["MANIFEST_NAME", "LayerReport", "build_manifest", "report_layers", "write_manifest"]
 
 MANIFEST_NAME = "fp4_manifest.json"
 
-_PACKAGES = ("fp4-plugin", "torch", "deepspeed", "transformers", "accelerate", "triton")
+_PACKAGES = (
+    "fp4-plugin",
+    "torch",
+    "deepspeed",
+    "megatron-core",
+    "transformers",
+    "accelerate",
+    "triton",
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,9 @@ def build_manifest(
             "weight_code_bytes": sum(run.record.weight_code_bytes for run in runs.values()),
         },
         "layers": [_describe_layer(report, runs[report.name]) for report in reports],
-        "high_precision": [asdict(module) for module in plan.untouched],
+        "high_precision": [
+            {**asdict(module), "role": role_of(module.name)} for module in plan.untouched
+        ],
     }
 
 
@@ -94,6 +105,7 @@ def _describe_layer(report: LayerReport, run: LayerRun) -> dict[str, Any]:
     spec, record = run.spec, run.record
     return {
         **asdict(report),
+        "role": role_of(report.name),
         "estimator": {"name": _registered_name(spec.estimator), **_fields(spec.estimator)},
         "outliers": None if spec.outliers is None else asdict(spec.outliers),
         "weight": _describe_operand(spec.weight),

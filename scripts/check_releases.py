@@ -1,17 +1,18 @@
-"""Run the tests of all that hooks into DeepSpeed on the last release of each minor from 0.16.
+"""Run the tests of all that hooks into a framework on the last release of each of its minors.
 
-    python scripts/check_deepspeed_releases.py
-    python scripts/check_deepspeed_releases.py --minors 0.17 0.18 --tests tests/integrations
+    python scripts/check_releases.py                                     DeepSpeed from 0.16
+    python scripts/check_releases.py --package megatron-core             Megatron from 0.12
+    python scripts/check_releases.py --minors 0.17 0.18 --tests tests/integrations
 
 Layouts that a release gets wrong by itself are skipped, with the reason in the table; they are
 listed in tests/integrations/training.py.
 
 Run it with the Python of the environment that `make install` or `make test` made. Each release gets
-an environment of its own that holds DeepSpeed, and whatever it needs in another version, and sees
-all other packages of the running environment through a .pth file, DeepSpeed too if it has that
+an environment of its own that holds the package, and whatever it needs in another version, and sees
+all other packages of the running environment through a .pth file, the package too if it has that
 release. Measured, that takes 15 s and 20 MB per release and a complete environment 170 s and 1.3
-GB, and it tests the same: DeepSpeed without precompiled operators is pure Python, and what comes
-first on the path is what is imported, which is checked before the tests start.
+GB, and it tests the same: what comes first on the path is what is imported, which is checked before
+the tests start.
 
 Results go to DIR/results.json and DIR/results.md, the output of pip and pytest to DIR/<release>/. A
 release that does not install or import beside this torch is a row with the reason, no failure.
@@ -42,20 +43,48 @@ from xml.etree import ElementTree
 import psutil
 from packaging.version import Version
 
-__all__ = ["Row", "check_release", "last_releases", "main", "markdown", "read_report", "run"]
+__all__ = [
+    "PACKAGES",
+    "Package",
+    "Row",
+    "check_release",
+    "last_releases",
+    "main",
+    "markdown",
+    "read_report",
+    "run",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
-_FILES = (
-    "gradients",
-    "gradient_faults",
-    "gradient_groups",
-    "optimizer",
-    "optimizer_section",
-    "optimizer_checkpoints",
-    "checkpoints",
+
+
+@dataclass(frozen=True)
+class Package:
+    """What pip calls it, what Python does, the first minor that is tested, and the tests."""
+
+    name: str
+    module: str
+    first_minor: Version
+    tests: tuple[str, ...]
+
+
+_DEEPSPEED = (
+    "gradients gradient_faults gradient_groups optimizer optimizer_section optimizer_checkpoints "
+    "checkpoints"
 )
-TESTS = [f"tests/integrations/test_deepspeed_{name}.py" for name in _FILES]
-FIRST_MINOR = Version("0.16")
+_MEGATRON = "layers"
+PACKAGES = {
+    name: Package(
+        name,
+        module,
+        Version(first),
+        tuple(f"tests/integrations/test_{kind}_{one}.py" for one in tests.split()),
+    )
+    for name, module, first, kind, tests in (
+        ("deepspeed", "deepspeed", "0.16", "deepspeed", _DEEPSPEED),
+        ("megatron-core", "megatron.core", "0.12", "megatron", _MEGATRON),
+    )
+}
 INSTALL_TIMEOUT_S = 900
 # How long an interrupted pytest has to end its ranks before they are killed.
 GRACE_S = 10
@@ -64,10 +93,10 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception|Failed)\b|what\(\): ")  # the latte
 # What a rank says that lost its peer: true, but not why.
 _AFTERMATH = re.compile(r"RankFailure|Connection reset|closed by peer|did not finish")
 _PROBE = """
-import importlib.metadata, json, deepspeed
-metadata = importlib.metadata.version("deepspeed")
+import importlib, importlib.metadata, json, sys
+module = importlib.import_module(sys.argv[2])
 print()
-print(json.dumps([deepspeed.__version__, metadata, deepspeed.__file__]))
+print(json.dumps([module.__version__, importlib.metadata.version(sys.argv[1]), module.__file__]))
 """
 
 
@@ -97,14 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(getattr(signal, name), signal.default_int_handler)
     rows: list[Row] = []
     try:
-        releases = _select(last_releases(_available()), options.minors)
+        package = options.package
+        releases = _select(last_releases(_available(package), package), options.minors)
         for release in releases:
             rows.append(check_release(release, options))
             _write(rows, options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    print(markdown(rows, options.tests))
+    print(markdown(rows, options))
     return 0 if all(row.ok for row in rows) and any(row.installed for row in rows) else 1
 
 
@@ -113,38 +143,42 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n\n", 1)[0],
         epilog="Exit status 0: the tests pass on every release that installs.",
     )
-    parser.add_argument("--minors", nargs="+", metavar="X.Y", help="default: all from 0.16")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="for pytest")
-    parser.add_argument("--output", type=Path, default=Path("runs/deepspeed-releases"))
+    parser.add_argument("--package", choices=PACKAGES, default="deepspeed")
+    parser.add_argument("--minors", nargs="+", metavar="X.Y", help="default: all that are tested")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="for pytest")
+    parser.add_argument("--output", type=Path, help="default: runs/PACKAGE-releases")
     parser.add_argument("--minutes", type=float, default=30.0, help="limit of one release's tests")
     parser.add_argument("--keep", action="store_true", help="leave the environments in the output")
     options = parser.parse_args(arguments)
+    options.package = PACKAGES[options.package]
+    options.tests = options.tests or list(options.package.tests)
     for path in options.tests:
         if not (ROOT / path.split("::")[0]).exists():
             parser.error(f"--tests: there is no {path} in {ROOT}")
-    options.output = options.output.resolve()
+    output = options.output or Path(f"runs/{options.package.name}-releases")
+    options.output = output.resolve()
     return options
 
 
-def _available() -> list[str]:
-    """All releases of DeepSpeed that pip finds, wherever it is configured to look."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
+def _available(package: Package) -> list[str]:
+    """All releases that pip finds, wherever it is configured to look."""
+    command = [sys.executable, "-m", "pip", "index", "versions", package.name]
     found = subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=300, check=False
     )
     listed = re.search(r"^Available versions: (.+)$", found.stdout, re.MULTILINE)
     if listed is None:
-        sys.exit(f"pip lists no release of deepspeed: {found.stderr.strip()[-500:]}")
+        sys.exit(f"pip lists no release of {package.name}: {found.stderr.strip()[-500:]}")
     return listed[1].split(", ")
 
 
-def last_releases(versions: Iterable[str]) -> dict[str, str]:
-    """{minor "X.Y": its last final release}, from FIRST_MINOR on, oldest first."""
+def last_releases(versions: Iterable[str], package: Package) -> dict[str, str]:
+    """{minor "X.Y": its last final release}, from the package's first minor on, oldest first."""
     releases = sorted(map(Version, versions))
     return {
         f"{one.major}.{one.minor}": str(one)
         for one in releases
-        if not one.is_prerelease and one >= FIRST_MINOR
+        if not one.is_prerelease and one >= package.first_minor
     }
 
 
@@ -163,18 +197,18 @@ def check_release(release: str, options: argparse.Namespace) -> Row:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        _say(release, "installing")
+        _say(f"{options.package.name} {release}", "installing")
         python = make_environment(folder / "environment")
-        row.reason = _install(release, python, folder)
+        row.reason = _install(options.package, release, python, folder)
         row.installed = not row.reason
         if row.installed:
-            _say(release, f"testing, {options.minutes:g} min at most")
+            _say(f"{options.package.name} {release}", f"testing, {options.minutes:g} min at most")
             _run_tests(row, python, folder, options)
     finally:
         if not options.keep:
             shutil.rmtree(folder / "environment", ignore_errors=True)
     counts = f"{row.passed} passed, {row.failed} failed, {row.skipped} skipped, {row.seconds} s"
-    _say(release, row.reason or counts)
+    _say(f"{options.package.name} {release}", row.reason or counts)
     return row
 
 
@@ -193,36 +227,39 @@ def _shared() -> list[str]:
     return [path for path in sys.path if Path(path).name in _SITE]
 
 
-def _install(release: str, python: Path, folder: Path) -> str:
+def _install(package: Package, release: str, python: Path, folder: Path) -> str:
     """Why `release` cannot be used beside the torch of this environment; "" if it can."""
     import torch
 
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={Version(torch.__version__).public}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
-    command = [*pip, f"deepspeed=={release}", "-c", str(constraints)]
+    command = [*pip, f"{package.name}=={release}", "-c", str(constraints)]
     log = folder / "pip.log"
     # Its setup.py imports torch, which an isolated build would not find or would download again.
     # An environment without a package that builds wheels still gets the isolated build.
     for flags in (["--no-build-isolation"], []):
         status = run([*command, *flags], log=log, timeout_s=INSTALL_TIMEOUT_S)
         if status == 0:
-            return _why_not_imported(release, python, folder)
+            return _why_not_imported(package, release, python, folder)
     errors = [line for line in log.read_text().splitlines() if line.startswith("ERROR: ")]
     return f"does not install: {errors[-1] if errors else _last_line(log)}"
 
 
-def _why_not_imported(release: str, python: Path, folder: Path) -> str:
-    """Why DeepSpeed does not import; "" if it does. RuntimeError if it is another DeepSpeed."""
+def _why_not_imported(package: Package, release: str, python: Path, folder: Path) -> str:
+    """Why it does not import; "" if it does. RuntimeError if what imports is another release."""
     log = folder / "import.log"
-    status = run([str(python), "-c", _PROBE], log=log, timeout_s=INSTALL_TIMEOUT_S, cwd=folder)
+    command = [str(python), "-c", _PROBE, package.name, package.module]
+    status = run(command, log=log, timeout_s=INSTALL_TIMEOUT_S, cwd=folder)
     if status != 0:
         return f"does not import: {_error_line(log.read_text()) or _last_line(log)}"
     version, metadata, file = json.loads(_last_line(log))
     # pip leaves a release where it is if the running environment has it.
     found = any(Path(file).is_relative_to(one) for one in (folder, *_shared()))
     if not found or {Version(v).base_version for v in (version, metadata)} != {release}:
-        raise RuntimeError(f"wanted DeepSpeed {release}, imports {version} ({metadata}) of {file}")
+        raise RuntimeError(
+            f"wanted {package.name} {release}, imports {version} ({metadata}) of {file}"
+        )
     return ""
 
 
@@ -321,13 +358,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def markdown(rows: Sequence[Row], tests: Sequence[str]) -> str:
+def markdown(rows: Sequence[Row], options: argparse.Namespace) -> str:
     """The table that is printed and written."""
     import torch
 
     names = ("release", "installed", "passed", "failed", "skipped", "seconds", "notes")
     lines = [
-        f"DeepSpeed releases beside torch {torch.__version__}: {' '.join(tests)}",
+        f"{options.package.name} beside torch {torch.__version__}: {' '.join(options.tests)}",
         "",
         f"| {' | '.join(names)} |",
         "|" + "---|" * len(names),
@@ -350,11 +387,11 @@ def _cell(text: str, width: int = 200) -> str:
 def _write(rows: Sequence[Row], options: argparse.Namespace) -> None:
     content = [asdict(row) | {"ok": row.ok} for row in rows]
     (options.output / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-    (options.output / "results.md").write_text(markdown(rows, options.tests) + "\n")
+    (options.output / "results.md").write_text(markdown(rows, options) + "\n")
 
 
-def _say(release: str, message: str) -> None:
-    print(f"deepspeed {release}: {message}", file=sys.stderr, flush=True)
+def _say(what: str, message: str) -> None:
+    print(f"{what}: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
