@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 
@@ -59,6 +60,8 @@ class _FP4TensorParallel(nn.Module):
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear.fp4 = run
+        if not hasattr(linear, "tp_group"):  # Megatron before 0.13
+            linear.tp_group = _tensor_parallel_group(linear)
         group = linear.tp_group
         needs_shards = group.size() > 1 and settings.shared_scales
         if needs_shards or settings.exact:
@@ -112,6 +115,12 @@ class _FP4TensorParallel(nn.Module):
         if sums_over(self.fp4.shards) is not None:
             output = from_first_rank(output, group)
         return output
+
+
+def _tensor_parallel_group(linear: nn.Module) -> dist.ProcessGroup:
+    if linear.is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 class FP4ColumnParallelLinear(_FP4TensorParallel, ColumnParallelLinear):
