@@ -119,6 +119,7 @@ class Job:
         bf16: bool = False,
         bucket_size: int | None = None,
         shared_batch: bool = False,
+        seed: int = 1,
         **transformer: Any,
     ) -> None:
         from megatron.core import parallel_state
@@ -135,7 +136,7 @@ class Job:
         from fp4_plugin.integrations.megatron.job import MegatronJob
         from fp4_plugin.integrations.megatron.model import convert_megatron_model
 
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         dtype = torch.bfloat16 if bf16 else torch.float32
         sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4}
         config = TransformerConfig(

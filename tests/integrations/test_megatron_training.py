@@ -11,7 +11,7 @@ import torch
 
 from fp4_plugin.comm import BlockCodec
 from fp4_plugin.comm.spec import CommunicationSpec
-from fp4_plugin.errors import ConfigError, UnsupportedError
+from fp4_plugin.errors import ConfigError, MismatchError, UnsupportedError
 from tests.distributed import initialize_distributed, run_ranks
 from tests.megatron_on_cpu import Job, lay_out, on_cpu
 
@@ -40,6 +40,7 @@ def everything():
             "copies": [different_copies(as_copies) for as_copies in (True, False)],
             "resumed": [resumed(distributed) for distributed in (False, True)],
             "manifest": manifest(),
+            "refused": refused(),
         }
 
 
@@ -162,6 +163,28 @@ def manifest():
     return json.loads(json.dumps(job.activation.manifest(), default=str))
 
 
+def refused():
+    """What ranks are told whose sections differ, and who have no gradient in FP8 after a step."""
+    from fp4_plugin.config import parse_section
+    from fp4_plugin.integrations.megatron.job import MegatronJob
+
+    lay_out(1)
+    found = []
+    section = OFF if torch.distributed.get_rank() == 1 else PAPER
+    job = Job(PAPER)
+    for attempt in (
+        lambda: MegatronJob(parse_section(section)).built([], 1),
+        lambda: MegatronJob(parse_section(OFF)).built([torch.nn.Linear(2, 2)], 1),
+        job.activation.communication.verify,
+    ):
+        try:
+            attempt()
+            found.append("nothing")
+        except (ConfigError, MismatchError) as error:
+            found.append(str(error))
+    return found
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(everything, num_ranks=4, timeout_s=240)
@@ -244,6 +267,13 @@ class TestRanks:
             assert states["state"] == "active"
             assert states["optimizers"][0]["bytes_per_parameter"] < 7.05
 
+    def test_every_rank_is_told_what_is_wrong(self, ranks):
+        for rank in ranks:
+            different, without_layers, bypassed = rank["refused"]
+            assert "the ranks do not agree" in different and "on rank 1" in different
+            assert "no rank has a linear layer to convert" in without_layers
+            assert "no gradient of the 4 data-parallel ranks went through it" in bypassed
+
 
 @pytest.mark.parametrize(
     ("ddp", "spec", "said"),
@@ -299,3 +329,16 @@ def test_another_optimizer_is_refused_before_any_is_converted(kind, error, said)
     with pytest.raises(error, match=said):
         OptimizerStates(chain, parse_section({"recipe": "paper"}).optimizer_states)
     assert type(plain) is torch.optim.AdamW
+
+
+def test_states_that_somebody_else_keeps_are_noticed():
+    from fp4_plugin.config import parse_section
+    from fp4_plugin.integrations.megatron.optimizer import OptimizerStates
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))])
+    asked = parse_section({"recipe": "paper"}).optimizer_states
+    states = OptimizerStates(types.SimpleNamespace(optimizer=optimizer), asked)
+    states.verify()
+    optimizer.__class__ = torch.optim.AdamW
+    with pytest.raises(MismatchError, match="AdamW steps now"):
+        states.verify()
