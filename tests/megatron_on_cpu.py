@@ -38,7 +38,7 @@ def on_cpu():
     from megatron.core.transformer.moe import moe_utils
 
     # Megatron spawns a process that imports everything anew: ten seconds for an empty queue.
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
     vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 asks for it, there or not
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args: None
@@ -72,16 +72,15 @@ def _allow_sequence_parallel_norms() -> None:
     WrappedTorchNorm.__new__ = make
 
 
-def _gpt(config: Any) -> torch.nn.Module:
+def _gpt(config: Any, spec: Any) -> torch.nn.Module:
     """The part of the model that this pipeline stage has."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
     return GPTModel(
         config,
-        spec,
+        spec or get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False),
         VOCABULARY,
         SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -120,6 +119,7 @@ class Job:
         bucket_size: int | None = None,
         shared_batch: bool = False,
         seed: int = 1,
+        layer_spec: Any = None,
         **transformer: Any,
     ) -> None:
         from megatron.core import parallel_state
@@ -151,7 +151,7 @@ class Job:
             pipeline_dtype=dtype,
             gradient_accumulation_fusion=False,
         )
-        model = _gpt(config)
+        model = _gpt(config, layer_spec)
         self.fp4 = None
         if section is not None:
             self.fp4 = MegatronJob(parse_section(section))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import tempfile
 import zlib
 
 import pytest
 import torch
 
+from fp4_plugin.errors import ConfigError, MismatchError
 from fp4_plugin.linear.roles import ROLES
 from tests.distributed import initialize_distributed, run_ranks
 from tests.megatron_on_cpu import Job, lay_out, on_cpu
@@ -33,6 +38,7 @@ def everything():
             "stages": {str(pp): in_stages(pp) for pp in (1, 2)},
             "experts": {str(tp): with_experts(tp) for tp in (1, 2)},
             "roles": like_transformers(),
+            "by spec": by_spec(),
         }
 
 
@@ -108,6 +114,33 @@ def with_experts(tp):
     job = Job(OFF, tp, sequence_parallel=tp > 1, **EXPERTS)
     losses = job.steps(range(2))
     return {"losses": losses, "layers": list(job.activation.runs)}
+
+
+def by_spec():
+    """Losses with Megatron's --spec and with the launcher; and what a replaced linear leads to."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(OFF, file)
+        file.flush()
+        os.environ["FP4_PLUGIN_CONFIG"] = file.name
+        from fp4_plugin.integrations.megatron.spec import layer_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    lay_out(2)
+    job = Job(None, 2, layer_spec=layer_spec)
+    names = sorted(job.ddp.module.state_dict())
+    losses = job.steps(range(2))
+    plain = Job(OFF, 2)
+    found = {"losses": losses, "launcher": plain.steps(range(2)), "said": "nothing"}
+    found["same names"] = names == sorted(plain.ddp.module.state_dict())
+    fresh = Job(None, 2, layer_spec=layer_spec)
+    linear = fresh.ddp.module.decoder.layers[0].mlp.linear_fc1
+    linear.__class__ = ColumnParallelLinear
+    del linear.fp4
+    try:
+        fresh.step(0)
+    except MismatchError as error:
+        found["said"] = str(error)
+    return found
 
 
 def like_transformers():
@@ -221,3 +254,30 @@ def test_one_section_is_one_plan_in_both_frameworks(found):
 
 def test_fused_linears_compute_what_split_ones_do(found):
     assert found["roles"]["same bits"] == [True] * 7
+
+
+def test_a_layer_by_spec_trains_as_one_by_the_launcher_and_notices_a_lost_linear(found):
+    by_spec = found["by spec"]
+    assert by_spec["losses"] == by_spec["launcher"]
+    assert by_spec["same names"]
+    assert "mlp.linear_fc1: the converted linear was replaced" in by_spec["said"]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (None, "environment variable FP4_PLUGIN_CONFIG names, and it is not set"),
+        (PAPER, '"gradient_communication" needs the launcher'),
+        ({**OFF, "layers": [{"match": "*.fc1", "recipe": "bf16"}]}, '"layers" needs the launcher'),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # what is missing or old in megatron-core, when imported
+def test_a_spec_without_a_section_that_it_can_honour_is_refused(
+    section, said, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("FP4_PLUGIN_CONFIG", raising=False)
+    if section is not None:
+        (tmp_path / "fp4.json").write_text(json.dumps(section))
+        monkeypatch.setenv("FP4_PLUGIN_CONFIG", str(tmp_path / "fp4.json"))
+    with pytest.raises(ConfigError, match=said):
+        importlib.import_module("fp4_plugin.integrations.megatron.spec")

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from fp4_plugin.config import parse_section
+from fp4_plugin.config.models import SectionModel
 from fp4_plugin.errors import ConfigError, UnsupportedError
 from fp4_plugin.integrations.megatron.launch import install, main, read_section
 
@@ -27,6 +28,12 @@ def written(tmp_path):
 @pytest.mark.parametrize("content", [SECTION, {"train_batch_size": 8, "fp4": SECTION}])
 def test_the_section_is_read_from_either_kind_of_file(written, content):
     assert read_section(written(content)) == SECTION
+
+
+@pytest.mark.parametrize("key", list(SectionModel.model_fields))
+def test_a_file_with_any_one_key_of_the_section_is_a_section(written, key):
+    section = {key: None}
+    assert read_section(written(section)) == section
 
 
 def test_both_worlds_resolve_one_file_to_the_same_settings(written):

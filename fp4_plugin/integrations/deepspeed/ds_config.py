@@ -124,7 +124,9 @@ def section_in(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
     Raises ConfigError for a DeepSpeed configuration without one.
     """
-    is_deepspeeds = SECTION in content or any(key.startswith(_DEEPSPEED_KEYS) for key in content)
+    # "optimizer_states" and "gradient_communication" begin as keys of DeepSpeed do.
+    others = content.keys() - SectionModel.model_fields.keys()
+    is_deepspeeds = SECTION in content or any(key.startswith(_DEEPSPEED_KEYS) for key in others)
     if not is_deepspeeds and content.keys() & SectionModel.model_fields.keys():
         return content
     section = find_section(content)
