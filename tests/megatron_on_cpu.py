@@ -168,6 +168,8 @@ class Job:
             model,
         )
         config.finalize_model_grads_func = finalize_model_grads
+        if overlap:  # gradients are complete with the last microbatch only
+            config.no_sync_func = self.ddp.no_sync
         if self.fp4 is not None:
             self.fp4.built([self.ddp], tensor_parallel)
         self.optimizer = get_megatron_optimizer(
