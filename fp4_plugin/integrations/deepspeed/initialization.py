@@ -15,10 +15,12 @@ It changes classes, never a parameter, so ZeRO's partitions, hooks and states st
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from fp4_plugin.activation import Activation, activate
@@ -37,9 +39,17 @@ from fp4_plugin.integrations.deepspeed.engine import attach, require_seams
 from fp4_plugin.integrations.deepspeed.optimizer import known_to_deepspeed, prepare_optimizer
 from fp4_plugin.integrations.deepspeed.optimizer_states import attach_optimizer_states
 
-__all__ = ["initialize", "initialize_with_fp4"]
+__all__ = [
+    "finish_engine",
+    "initialize",
+    "initialize_with_fp4",
+    "is_serving",
+    "parsed_section",
+]
 
 logger = logging.getLogger("fp4_plugin")
+
+_is_serving: ContextVar[bool] = ContextVar("fp4_plugin_is_serving", default=False)
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -73,24 +83,52 @@ def initialize_with_fp4(
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     ds_config = resolve_config(call.arguments)
-    config = _fp4_config(ds_config)
+    config = parsed_section(ds_config)
     prepare_optimizer(call.arguments, ds_config, config)
-    with known_to_deepspeed():
+    with known_to_deepspeed(), _serving():
         result: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
-    groups = groups_of(call.arguments.get("mpu"))
-    require_agreement({} if config is None else {"fp4": config.resolved()}, groups=groups)
-    if config is not None and config.enabled:
-        activation, communication = _prepare_on_all_ranks(result[0], config, groups)
-        attach(result[0], activation, communication, groups)
-    else:
-        attach_optimizer_states(result[0], None)  # asked for by name
-    if config is not None and not config.enabled:
-        _say('fp4: "enabled" is false: the model is left as it is')
+    finish_engine(result[0], config, call.arguments.get("mpu"))
     return result
 
 
-def _fp4_config(ds_config: Mapping[str, Any] | None) -> Fp4Config | None:
-    """The parsed section, or None where there is none."""
+def is_serving() -> bool:
+    """Whether `initialize_with_fp4` waits for DeepSpeed's `initialize` to return.
+
+    A DeepSpeed that is patched at the source (patched.py) then has nothing to do.
+    """
+    return _is_serving.get()
+
+
+@contextlib.contextmanager
+def _serving() -> Iterator[None]:
+    token = _is_serving.set(True)
+    try:
+        yield
+    finally:
+        _is_serving.reset(token)
+
+
+def finish_engine(engine: Any, config: Fp4Config | None, mpu: Any) -> None:
+    """Convert an engine that DeepSpeed has built; raises as `initialize_with_fp4`.
+
+    config: the parsed section, None where there is none. mpu: that of the call.
+    """
+    groups = groups_of(mpu)
+    require_agreement({} if config is None else {"fp4": config.resolved()}, groups=groups)
+    if config is not None and config.enabled:
+        activation, communication = _prepare_on_all_ranks(engine, config, groups)
+        attach(engine, activation, communication, groups)
+    else:
+        attach_optimizer_states(engine, None)  # asked for by name
+    if config is not None and not config.enabled:
+        _say('fp4: "enabled" is false: the model is left as it is')
+
+
+def parsed_section(ds_config: Mapping[str, Any] | None) -> Fp4Config | None:
+    """The parsed section, or None where there is none.
+
+    Raises ConfigError for a wrong section, or one that does not go with the rest of `ds_config`.
+    """
     section = None if ds_config is None else find_section(ds_config)
     if ds_config is None or section is None:
         return None

@@ -37,7 +37,7 @@ from fp4_plugin.errors import UnsupportedError
 from fp4_plugin.linear.function import LayerRun, fp4_linear
 from fp4_plugin.linear.module import FP4Linear
 
-__all__ = ["FP4TensorParallel", "fp4_forms"]
+__all__ = ["FP4TensorParallel", "fp4_forms", "keep_fp4"]
 
 # VocabParallelLinear came with 0.19.
 _HEADS = (LmHeadLinearAllreduce, *filter(None, [getattr(layers, "VocabParallelLinear", None)]))
@@ -62,6 +62,24 @@ def fp4_forms(model: nn.Module) -> dict[type[nn.Module], type[nn.Module]]:
                 "there is no FP4 form; supported are LinearLayer and LinearAllreduce"
             )
     return forms
+
+
+def keep_fp4(before: nn.Module, after: nn.Module) -> None:
+    """Make what AutoTP built of an FP4 layer the FP4 layer that it was, with the record it had.
+
+    before: a layer that `convert_to_fp4` converted ahead of `deepspeed.initialize`. A DeepSpeed
+    with patches/deepspeed-0.19.patch calls this. Raises UnsupportedError where there is no FP4 form.
+    """
+    run = getattr(before, "fp4", None)
+    if not isinstance(run, LayerRun):
+        return
+    form = fp4_forms(after).get(type(after))
+    if form is None:
+        raise UnsupportedError(
+            f"{run.name}: AutoTP made this FP4 layer a {type(after).__name__}, for which there is "
+            "no FP4 form; supported are LinearLayer and LinearAllreduce"
+        )
+    form.from_run(after, run)  # type: ignore[attr-defined]
 
 
 def _multiplies(module: nn.Module) -> bool:

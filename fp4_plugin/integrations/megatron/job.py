@@ -1,6 +1,8 @@
 """One training job under Megatron: what its functions hand over, and the proof after a step.
 
 get_model                built    layers are FP4 already (model.py); gradients get their reducer
+ or, where it is not the
+ one that builds         convert  the same, with layers that are still Megatron's
 get_megatron_optimizer   stepper  the optimizer keeps 16-bit states
 train_step               stepped  the first one is verified, a manifest is left
 """
@@ -34,12 +36,22 @@ class MegatronJob:
         self._gradients: GradientCommunication | None = None
         self._states: OptimizerStates | None = None
         self._steps = 0
+        self.has_models = False
+
+    def convert(self, models: Sequence[Any], tp_size: int) -> None:
+        """As `built`, and turns their linears into FP4 layers first: no parameter is replaced."""
+        from fp4_plugin.integrations.megatron.model import convert_megatron_model
+
+        for model in models:
+            convert_megatron_model(_unwrapped(model), self._config)
+        self.built(models, tp_size)
 
     def built(self, models: Sequence[Any], tp_size: int) -> None:
         """models: the chunks of this rank, wrapped for data parallelism or not.
 
         Raises ConfigError on all ranks if they have different sections, or no FP4 layer among them.
         """
+        self.has_models = True
         found = [activation_of(model) for model in models]
         activations = [activation for activation in found if activation is not None]
         require_agreement({"config_hash": self._config.hash()})
@@ -108,6 +120,13 @@ class MegatronJob:
             raise ConfigError(message)
         if _is_first_rank():
             logger.warning("fp4: %s", message)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside DistributedDataParallel, Float16Module and their like."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _say(message: str) -> None:

@@ -22,7 +22,15 @@ from fp4_plugin.errors import ConfigError, Fp4Error, UnsupportedError
 from fp4_plugin.integrations.deepspeed.ds_config import read_config, section_in
 from fp4_plugin.integrations.patching import Patch, patch_function
 
-__all__ = ["FLAG", "install", "main", "read_section"]
+__all__ = [
+    "FLAG",
+    "config_from_file",
+    "install",
+    "job_folder",
+    "main",
+    "read_section",
+    "tensor_parallel_size",
+]
 
 FLAG = "--fp4-plugin-config"
 # Megatron's own, which need Transformer Engine and quantise the same layers.
@@ -42,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(FLAG, type=Path, required=True, metavar="FILE", help="JSON, see above")
     options, rest = parser.parse_known_args(arguments)
     try:
-        _refuse_clashes(rest)
-        config = parse_section(read_section(options.fp4_plugin_config))
+        config = config_from_file(options.fp4_plugin_config, rest)
         if not options.script.is_file():
             raise ConfigError(f"there is no script {options.script}")
         # As `python script.py` would: the checkout's megatron.training is found beside it.
@@ -55,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [str(options.script), *rest]
     runpy.run_path(str(options.script), run_name="__main__")
     return 0
+
+
+def config_from_file(path: Path, arguments: Sequence[str]) -> Fp4Config:
+    """The section in `path`, for a job with the command line `arguments`.
+
+    Raises ConfigError for a wrong section, and for arguments that ask for Megatron's own FP4.
+    """
+    _refuse_clashes(arguments)
+    return parse_section(read_section(path))
 
 
 def _refuse_clashes(arguments: Sequence[str]) -> None:
@@ -94,17 +110,21 @@ def install(config: Fp4Config) -> list[Patch]:
         from fp4_plugin.integrations.megatron.model import convert_megatron_model
 
         models = original(provide, *args, **kwargs)
-        job.built(models, _tensor_parallel_size())
+        job.built(models, tensor_parallel_size())
         return models
 
-    def get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = original(*args, **kwargs)
+    def get_megatron_optimizer(
+        original: Any, optimizer_config: Any, model_chunks: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not job.has_models:  # pretrain_gpt.py of 0.19 builds its model without get_model
+            job.convert(model_chunks, tensor_parallel_size())
+        optimizer = original(optimizer_config, model_chunks, *args, **kwargs)
         job.stepper(optimizer)
         return optimizer
 
     def train_step(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        job.stepped(_folder())
+        job.stepped(job_folder())
         return result
 
     return [
@@ -114,13 +134,13 @@ def install(config: Fp4Config) -> list[Patch]:
     ]
 
 
-def _tensor_parallel_size() -> int:
+def tensor_parallel_size() -> int:
     from megatron.core import parallel_state
 
     return int(parallel_state.get_tensor_model_parallel_world_size())
 
 
-def _folder() -> Path | None:
+def job_folder() -> Path | None:
     """Where a job of Megatron leaves files, if it leaves any."""
     from megatron.training import get_args
 
