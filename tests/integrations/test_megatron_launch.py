@@ -102,6 +102,25 @@ def test_installing_twice_wraps_once_and_can_be_undone(monkeypatch):
     assert training.train_step is train_step
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_model_that_get_model_did_not_build_is_converted_with_its_optimizer(monkeypatch):
+    """As pretrain_gpt.py of Megatron-LM 0.19 does it."""
+    from fp4_plugin.integrations.megatron import launch
+    from fp4_plugin.integrations.megatron.job import MegatronJob
+
+    training = types.ModuleType("megatron.training.training")
+    training.get_model = training.train_step = lambda model_provider_func: None
+    training.get_megatron_optimizer = lambda config, model_chunks: "optimizer"
+    monkeypatch.setattr(launch, "_megatron_training", lambda: training)
+    monkeypatch.setattr(launch, "tensor_parallel_size", lambda: 2)
+    seen = []
+    monkeypatch.setattr(MegatronJob, "convert", lambda job, *found: seen.append(found))
+    monkeypatch.setattr(MegatronJob, "stepper", lambda job, *found: seen.append(found))
+    install(parse_section(SECTION))
+    assert training.get_megatron_optimizer("config", ["chunk"]) == "optimizer"
+    assert seen == [(["chunk"], 2), ("optimizer",)]
+
+
 def test_autotp_does_not_take_megatrons_settings():
     from fp4_plugin.integrations.deepspeed.ds_config import refuse_conflicts
 

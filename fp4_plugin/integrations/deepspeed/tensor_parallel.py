@@ -68,7 +68,7 @@ def keep_fp4(before: nn.Module, after: nn.Module) -> None:
     """Make what AutoTP built of an FP4 layer the FP4 layer that it was, with the record it had.
 
     before: a layer that `convert_to_fp4` converted ahead of `deepspeed.initialize`. A DeepSpeed
-    with patches/deepspeed-0.19.patch calls this. Raises UnsupportedError where there is no FP4 form.
+    with patches/deepspeed-0.19.patch calls this. Raises UnsupportedError where there is no form.
     """
     run = getattr(before, "fp4", None)
     if not isinstance(run, LayerRun):

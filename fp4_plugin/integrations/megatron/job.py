@@ -100,6 +100,8 @@ class MegatronJob:
             write_manifest(folder / name, activation.manifest(framework="megatron"))
 
     def _verify(self) -> None:
+        if not self.has_models and self._config.enabled:
+            self._complain("a step was made, and no model was seen before: nothing is in FP4")
         for activation in self._activations:
             try:
                 unproven = activation.verify()
