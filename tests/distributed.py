@@ -2,9 +2,10 @@
 
     results = run_ranks(my_function, {"stage": 2}, num_ranks=2)    # one JSON value per rank
 
-Each rank is a fresh interpreter with its own torch-extension directory (a killed build leaves a
-lock there that blocks the next one for ever) and on a free port. A rank that fails or outlives the
-timeout takes the others with it, and its stderr becomes the error message.
+Each rank is a fresh interpreter, or the fork of one that has done nothing but import
+(tests/warm_ranks.py). It has its own torch-extension directory (a killed build leaves a lock there
+that blocks the next one for ever) and a free port. A rank that fails or outlives the timeout takes
+the others with it, and its stderr becomes the error message.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.warm_ranks import WarmRank
 
 __all__ = [
     "RankFailure",
     "allow_fp16_on_cpu",
+    "call",
     "free_port",
     "initialize_distributed",
     "rank_environment",
     "run_command",
     "run_ranks",
+    "started_ranks",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,23 +54,45 @@ def run_ranks(
     *arguments: Any,
     num_ranks: int = 2,
     timeout_s: float = 240.0,
-    environment: Mapping[str, str] | None = None,
+    warm: str | None = None,
 ) -> list[Any]:
     """`function(*arguments)` on every rank; returns what each returned, in rank order.
 
     `function` is defined at the top level of a file, `arguments` and its result are JSON. The
-    process group is not initialised yet when it starts: see `initialize_distributed`.
+    process group is not initialised yet when it starts: see `initialize_distributed`. With `warm`,
+    a key of WARM, the rank has imported that already: see tests/warm_ranks.py.
     """
     with tempfile.TemporaryDirectory(prefix="fp4_ranks_") as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), _file_of(function)]
-        command += [function.__qualname__, json.dumps(arguments), folder]
-        run_command(
-            command, num_ranks=num_ranks, timeout_s=timeout_s, environment=environment or {}
-        )
+        what = _call_of(function, arguments, folder)
+        if warm is None:
+            run_command([sys.executable, __file__, *what], num_ranks=num_ranks, timeout_s=timeout_s)
+        else:
+            _run(partial(WarmRank, warm, what), num_ranks, timeout_s)
         return [
             json.loads((Path(folder) / _RESULT_NAME.format(rank=rank)).read_text())
             for rank in range(num_ranks)
         ]
+
+
+@contextlib.contextmanager
+def started_ranks(
+    function: Callable[..., Any], *arguments: Any, warm: str, logs: Path, num_ranks: int = 2
+) -> Iterator[list[WarmRank]]:
+    """`function(*arguments)` under way on every rank, which may die; killed in the end.
+
+    What rank r prints goes to `logs`/rank{r}.log.
+    """
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(num_ranks):
+            log = logs / f"rank{rank}.log"
+            what = _call_of(function, arguments, str(logs))
+            variables = rank_environment(rank, num_ranks, port, str(logs))
+            ranks.append(WarmRank(warm, what, variables, log, log))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        yield ranks
 
 
 def run_command(
@@ -79,39 +107,51 @@ def run_command(
 
     Raises RankFailure with the output of every rank that failed, or of all ranks on a timeout.
     """
+    return _run(partial(_start_fresh, command, cwd), num_ranks, timeout_s, environment or {})
+
+
+# Starts a process in a process group of its own: (its environment, its stdout, its stderr).
+_Start = Callable[[Mapping[str, str], Path, Path], "subprocess.Popen[bytes] | WarmRank"]
+
+
+def _start_fresh(
+    command: Sequence[str], cwd: Path, variables: Mapping[str, str], stdout: Path, stderr: Path
+) -> subprocess.Popen[bytes]:
+    with stdout.open("wb") as output, stderr.open("wb") as errors:
+        return subprocess.Popen(
+            list(command),
+            env=dict(variables),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def _run(
+    start: _Start, num_ranks: int, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> list[str]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="fp4_command_") as folder:
         ranks = []
-        try:
+        with contextlib.ExitStack() as started:
             for rank in range(num_ranks):
                 variables = rank_environment(rank, num_ranks, port, folder)
-                ranks.append(_Rank(command, variables | dict(environment or {}), cwd, Path(folder)))
+                ranks.append(_Rank(start, variables | dict(environment or {}), Path(folder)))
+                started.callback(ranks[-1].stop)
             _wait(ranks, time.monotonic() + timeout_s)
-        finally:
-            for rank in ranks:
-                rank.stop()
         return [rank.output() for rank in ranks]
 
 
 class _Rank:
-    """One child process, in its own process group, whose output goes to files in `folder`."""
+    """One process, in its own process group, whose output goes to files in `folder`."""
 
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], cwd: Path, folder: Path
-    ) -> None:
+    def __init__(self, start: _Start, variables: Mapping[str, str], folder: Path) -> None:
         self.name = f"rank {variables['RANK']}"
         self._stdout = folder / f"stdout_{variables['RANK']}"
         self._stderr = folder / f"stderr_{variables['RANK']}"
-        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                list(command),
-                env=dict(variables),
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            )
+        self._process = start(variables, self._stdout, self._stderr)
 
     def returncode(self) -> int | None:
         return self._process.poll()
@@ -207,11 +247,13 @@ def allow_fp16_on_cpu() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def _file_of(function: Callable[..., Any]) -> str:
-    return str(Path(function.__code__.co_filename).resolve())
+def _call_of(function: Callable[..., Any], arguments: Sequence[Any], folder: str) -> list[str]:
+    """The arguments of `call`."""
+    file = Path(function.__code__.co_filename).resolve()
+    return [str(file), function.__qualname__, json.dumps(arguments), folder]
 
 
-def _call(file: str, name: str, arguments: str, folder: str) -> None:
+def call(file: str, name: str, arguments: str, folder: str) -> None:
     """What a rank runs: import `file`, call `name(*arguments)`, write the result."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -246,4 +288,4 @@ def _leave() -> None:
 
 
 if __name__ == "__main__":
-    _call(*sys.argv[1:])
+    call(*sys.argv[1:])
