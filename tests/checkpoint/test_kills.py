@@ -92,7 +92,9 @@ def _aftermath(folder):
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory):
-    (found,) = run_ranks(every_kill, str(tmp_path_factory.mktemp("kills")), num_ranks=1)
+    (found,) = run_ranks(
+        every_kill, str(tmp_path_factory.mktemp("kills")), num_ranks=1, warm="torch"
+    )
     return found
 
 

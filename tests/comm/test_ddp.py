@@ -129,7 +129,7 @@ def _float64(rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def answers():
-    return run_ranks(_two_ranks, num_ranks=2, timeout_s=120)
+    return run_ranks(_two_ranks, num_ranks=2, timeout_s=120, warm="torch")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

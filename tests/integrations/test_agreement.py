@@ -53,7 +53,7 @@ def _three_ranks():
 
 @pytest.fixture(scope="module")
 def answers():
-    return run_ranks(_three_ranks, num_ranks=3, timeout_s=90)
+    return run_ranks(_three_ranks, num_ranks=3, timeout_s=90, warm="torch")
 
 
 pytestmark = pytest.mark.distributed

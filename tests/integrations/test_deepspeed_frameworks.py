@@ -101,7 +101,9 @@ def _accelerate():
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory):
-    return run_ranks(_trainers, str(tmp_path_factory.mktemp("trainer")), timeout_s=200)
+    return run_ranks(
+        _trainers, str(tmp_path_factory.mktemp("trainer")), timeout_s=200, warm="deepspeed"
+    )
 
 
 def _assert_trained_in_fp4(result):
@@ -117,7 +119,7 @@ def test_the_hugging_face_trainer_needs_one_import(trainers, stage):
 
 
 def test_accelerate_needs_one_import():
-    for one in run_ranks(_accelerate, timeout_s=200):
+    for one in run_ranks(_accelerate, timeout_s=200, warm="deepspeed"):
         _assert_trained_in_fp4(one)
 
 

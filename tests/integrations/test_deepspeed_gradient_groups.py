@@ -211,7 +211,7 @@ def all_ulysses():
 @pytest.fixture(scope="module")
 def results():
     kinds = (all_pipelines, all_experts, all_ulysses)
-    found = [run_ranks(kind, num_ranks=4, timeout_s=130) for kind in kinds]
+    found = [run_ranks(kind, num_ranks=4, timeout_s=130, warm="deepspeed") for kind in kinds]
     return [
         {name: one for part in parts for name, one in part.items()}
         for parts in zip(*found, strict=True)

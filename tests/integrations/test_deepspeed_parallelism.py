@@ -138,14 +138,14 @@ def _pipeline():
 
 @pytest.fixture(scope="module")
 def tensor_parallel():
-    results = run_ranks(_tensor_parallel, timeout_s=200)
+    results = run_ranks(_tensor_parallel, timeout_s=200, warm="deepspeed")
     print({name: one["losses"] for name, one in results[0].items() if "losses" in one})
     return results
 
 
 @pytest.fixture(scope="module")
 def pipeline():
-    return run_ranks(_pipeline, timeout_s=200)
+    return run_ranks(_pipeline, timeout_s=200, warm="deepspeed")
 
 
 def test_every_sharded_linear_runs_in_fp4(tensor_parallel):
