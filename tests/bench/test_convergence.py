@@ -67,8 +67,11 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, capsys):
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_a_study_trains_both_and_reports(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for index in range(30):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"line {index} of a small text\n" * 40)
     arguments = ["bench", "convergence", "--output", str(tmp_path), "--steps", "1", "--seeds", "5"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--data", str(tmp_path / "text")]) == 0
     assert "says nothing" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["with"][0]["seed"] == report["without"][0]["seed"] == 5
