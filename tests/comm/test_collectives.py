@@ -18,7 +18,7 @@ from fp4_plugin.errors import CommunicationError
 from tests import tolerances
 from tests.distributed import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timed]
 
 NUMEL = 5000
 LARGE = 1 << 20
@@ -291,7 +291,7 @@ def _four_ranks():
 
 @pytest.fixture(scope="module")
 def answers():
-    return run_ranks(_four_ranks, num_ranks=4, timeout_s=120)
+    return run_ranks(_four_ranks, num_ranks=4, timeout_s=120, warm="torch")
 
 
 SIZES = {"2": [1, 2], "3": [0, 1, 3], "4": [0, 1, 2, 3]}

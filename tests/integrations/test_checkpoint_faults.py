@@ -21,11 +21,11 @@ import torch
 
 from fp4_plugin.checkpoint import Manifest, last_good, read_latest
 from fp4_plugin.integrations.deepspeed import checkpoint_saving
-from tests.distributed import ROOT, free_port, initialize_distributed, rank_environment, run_ranks
+from tests.distributed import initialize_distributed, run_ranks, started_ranks
 from tests.integrations.test_deepspeed_checkpoints import on_rank_0, outcome, weights_of
 from tests.integrations.training import Trainer, batch, ds_config
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timed]
 
 PAPER = {"recipe": "paper"}
 TIMEOUT_S = 10.0
@@ -254,30 +254,11 @@ def kill_at(engine, moment):
 
 def launch_and_kill(folder, moment, logs):
     """Returns the line of the surviving rank; both processes are gone afterwards."""
-    port = free_port()
-    name = "tests.integrations.test_checkpoint_faults"
-    code = f"from {name} import train_until_killed as t; t({str(folder)!r}, {moment!r})"
-    ranks = []
-    try:
-        for rank in range(2):
-            environment = rank_environment(rank, 2, port, str(logs))
-            with (logs / f"rank{rank}.log").open("w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", code],
-                        env=environment,
-                        cwd=ROOT,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
-        ranks[1].wait(120)
+    arguments = str(folder), moment
+    with started_ranks(train_until_killed, *arguments, warm="deepspeed", logs=logs) as ranks:
+        code = ranks[1].wait(120)
         ranks[0].wait(TIMEOUT_S + MARGIN_S)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert ranks[1].returncode == -signal.SIGKILL, (logs / "rank1.log").read_text()[-3000:]
+    assert code == -signal.SIGKILL, (logs / "rank1.log").read_text()[-3000:]
     text = (logs / "rank0.log").read_text()
     return next((line for line in text.splitlines() if line.startswith("waited")), text[-3000:])
 
@@ -320,7 +301,9 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, disk):
     folder = tmp_path_factory.mktemp("faults")
-    return run_ranks(disturbances, str(folder), None if disk is None else str(disk))
+    return run_ranks(
+        disturbances, str(folder), None if disk is None else str(disk), warm="deepspeed"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +314,9 @@ def killed(tmp_path_factory):
     for moment, folder in folders.items():
         line = launch_and_kill(folder, moment, tmp_path_factory.mktemp("logs"))
         said[moment] = [line, state_of(folder)]
-    ranks = run_ranks(resume, {moment: str(folder) for moment, folder in folders.items()})
+    ranks = run_ranks(
+        resume, {moment: str(folder) for moment, folder in folders.items()}, warm="deepspeed"
+    )
     return {moment: [*said[moment], [one[moment] for one in ranks]] for moment in folders}
 
 

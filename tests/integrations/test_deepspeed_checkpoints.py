@@ -390,7 +390,7 @@ def sound_stages():
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks(two_ranks, str(folder), sound_stages(), timeout_s=240)
+    return run_ranks(two_ranks, str(folder), sound_stages(), timeout_s=240, warm="deepspeed")
 
 
 def errors(ranks, *keys):
@@ -524,7 +524,7 @@ def test_another_zero_stage_is_refused_with_the_way_out(ranks):
 
 
 def test_another_world_size_is_refused_with_a_way_out_that_works(ranks, folder):
-    (found,) = run_ranks(one_rank, str(folder), num_ranks=1)
+    (found,) = run_ranks(one_rank, str(folder), num_ranks=1, warm="deepspeed")
     error = found["whole"]["error"]
     assert "world_size: 2 in the checkpoint, 1 here" in error and "ds_to_universal" in error
     assert found["untouched"]

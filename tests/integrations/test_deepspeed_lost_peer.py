@@ -5,16 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from fp4_plugin.errors import CommunicationError
-from tests.distributed import ROOT, free_port, rank_environment
+from tests.distributed import started_ranks
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timed]
 
 TIMEOUT_S = 5.0
 MARGIN_S = 15.0
@@ -47,33 +45,17 @@ def train(fate):
 
 def wait_for(text, path, limit_s):
     deadline = time.monotonic() + limit_s
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()[-3000:]
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, path.exists() and path.read_text()[-3000:]
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
 def test_the_other_rank_ends_with_an_error_within_the_timeout(fate, tmp_path):
-    port = free_port()
-    code = f"from tests.integrations.test_deepspeed_lost_peer import train; train({fate!r})"
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    ranks = []
-    try:
-        for rank, log in enumerate(logs):
-            environment = rank_environment(rank, 2, port, str(tmp_path))
-            with log.open("w") as output:
-                command = [sys.executable, "-c", code]
-                ranks.append(
-                    subprocess.Popen(
-                        command, env=environment, cwd=ROOT, stdout=output, stderr=output
-                    )
-                )
-        wait_for("stopping", logs[1], 120)
-        wait_for("waited", logs[0], TIMEOUT_S + MARGIN_S)
-        line = next(one for one in logs[0].read_text().splitlines() if "waited" in one)
-        print(line)
-        assert "FP8 all-to-all failed on rank 0" in line
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    with started_ranks(train, fate, warm="deepspeed", logs=tmp_path):
+        wait_for("stopping", tmp_path / "rank1.log", 120)
+        wait_for("waited", tmp_path / "rank0.log", TIMEOUT_S + MARGIN_S)
+    text = (tmp_path / "rank0.log").read_text()
+    line = next(one for one in text.splitlines() if "waited" in one)
+    print(line)
+    assert "FP8 all-to-all failed on rank 0" in line

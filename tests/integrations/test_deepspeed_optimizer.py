@@ -248,7 +248,7 @@ def contradiction():
 
 @pytest.fixture(scope="module")
 def results():
-    by_rank = run_ranks(run_layouts, timeout_s=240)
+    by_rank = run_ranks(run_layouts, timeout_s=240, warm="deepspeed")
     for name in LAYOUTS:
         if name in by_rank[0]:
             one = by_rank[0][name]
@@ -359,7 +359,7 @@ def validation():
 
 @pytest.mark.slow
 def test_the_final_loss_is_within_the_noise_of_seeds():
-    losses = run_ranks(train_seeds, timeout_s=200)[0]
+    losses = run_ranks(train_seeds, timeout_s=200, warm="deepspeed")[0]
     reference = losses["float32"]
     noise = max(reference) - min(reference)
     print(losses, noise)
