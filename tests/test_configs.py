@@ -31,7 +31,7 @@ def train_each():
 @pytest.mark.distributed
 @pytest.mark.deepspeed
 def test_every_config_trains_and_converts_what_its_recipe_says():
-    for results in run_ranks(train_each):
+    for results in run_ranks(train_each, warm="deepspeed"):
         assert set(results) == {"zero0", "zero1", "zero2", "zero3", "zero2_bf16"}
         for name, (losses, num_fp4_layers) in results.items():
             assert all(map(math.isfinite, losses)), name

@@ -259,7 +259,7 @@ def _everything(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks(_everything, str(folder), timeout_s=280)
+    return run_ranks(_everything, str(folder), timeout_s=280, warm="deepspeed")
 
 
 def test_a_bad_section_is_refused_before_anything_is_touched(results):

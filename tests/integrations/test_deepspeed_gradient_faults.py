@@ -312,7 +312,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    return run_ranks(everything, str(folder), timeout_s=280)
+    return run_ranks(everything, str(folder), timeout_s=280, warm="deepspeed")
 
 
 def observed_on(results, stage, precision):

@@ -130,12 +130,12 @@ def observe(names):
 
 @pytest.fixture(scope="module")
 def with_two_ranks():
-    return run_ranks(observe, sound(LAYOUTS), timeout_s=380)
+    return run_ranks(observe, sound(LAYOUTS), timeout_s=380, warm="deepspeed")
 
 
 @pytest.fixture(scope="module")
 def with_four_ranks():
-    return run_ranks(observe, sound(WITH_FOUR_RANKS), num_ranks=4, timeout_s=380)
+    return run_ranks(observe, sound(WITH_FOUR_RANKS), num_ranks=4, timeout_s=380, warm="deepspeed")
 
 
 def results_of(name, num_ranks, request):

@@ -237,14 +237,14 @@ def take_back_on_two(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    saved = run_ranks(save_on_two_ranks, str(folder), timeout_s=200)
+    saved = run_ranks(save_on_two_ranks, str(folder), timeout_s=200, warm="deepspeed")
     for name in SOURCES:
         converted = make_universal(folder / name)
         assert converted.returncode == 0, converted.stderr
-    one = run_ranks(take_over_on_one, str(folder), num_ranks=1, timeout_s=100)
+    one = run_ranks(take_over_on_one, str(folder), num_ranks=1, timeout_s=100, warm="deepspeed")
     for name in TAKEN_BACK:
         assert make_universal(folder / "back" / name).returncode == 0
-    two = run_ranks(take_back_on_two, str(folder), timeout_s=100)
+    two = run_ranks(take_back_on_two, str(folder), timeout_s=100, warm="deepspeed")
     return {"folder": folder, "saved": saved, "one": one[0], "two": two}
 
 

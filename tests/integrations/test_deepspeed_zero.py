@@ -112,7 +112,7 @@ def _all_layouts():
 
 @pytest.fixture(scope="module")
 def results():
-    by_rank = run_ranks(_all_layouts, timeout_s=380)
+    by_rank = run_ranks(_all_layouts, timeout_s=380, warm="deepspeed")
     for one in by_rank:
         print(
             {
