@@ -36,7 +36,7 @@ quickstart: $(VENV)/.run-installed
 	$(BIN)/fp4 pretrain --preset tiny --steps 100 --twin $(if $(NPROC),--nproc $(NPROC)) \
 		--config configs/quickstart.json --output runs/quickstart
 
-# Two workers; tests that spawn ranks all go to one of them (see tests/conftest.py).
+# Two workers; tests of ranks with limits of seconds all go to one of them (see tests/conftest.py).
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -43,31 +43,38 @@ get_testing_overrides()
 
 
 @functools.cache
-def spawns_ranks(file: str) -> bool:
-    """Whether the test file (relative to the root) marks any of its tests as spawning ranks."""
+def place_of(file: str) -> int:
+    """When the test file (relative to the root) is run, by what it marks any of its tests with.
+
+    0: ranks whose limits are seconds; 1: no ranks; 2: ranks whose limits are minutes.
+    """
     text = (ROOT / file).read_text()
-    return any(f"mark.{name}" in text for name in ("distributed", "deepspeed"))
+    if "mark.timed" in text:
+        return 0
+    return 2 if any(f"mark.{name}" in text for name in ("distributed", "deepspeed")) else 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that spawn ranks first: they take longest, and xdist hands out files in order."""
-    items.sort(key=lambda item: not spawns_ranks(str(item.path.relative_to(ROOT))))
+    """Sort by place: xdist hands out files in this order."""
+    items.sort(key=lambda item: place_of(str(item.path.relative_to(ROOT))))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to workers, and all files that spawn ranks to one: two worlds would time out.
+    """Whole files to workers, all those of place 0 to one of them.
 
-    The groups that xdist offers for this do nothing together with pytest 9.2.
+    So a world whose limits are seconds runs beside files without ranks, which take longer than all
+    of these worlds together; then both workers share the files whose worlds have minutes and may
+    run two at a time. The groups that xdist offers for this do nothing together with pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class RanksTogether(LoadScopeScheduling):
+    class TimedTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "ranks" if spawns_ranks(file) else file
+            return "timed" if place_of(file) == 0 else file
 
-    return RanksTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+    return TimedTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_unconfigure() -> None:

@@ -26,6 +26,8 @@ from fp4_plugin.bench.comm.verdict import Spread, break_even_bits_per_s, judge, 
 from fp4_plugin.cli.main import main
 from fp4_plugin.errors import CommunicationError
 
+pytestmark = pytest.mark.timed
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["bench", "comm", "--ranks", "2", "--sizes", "8192", "1001", "--rounds", "5"]
 

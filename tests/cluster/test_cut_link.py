@@ -13,6 +13,8 @@ import pytest
 
 from tests.distributed import ROOT
 
+pytestmark = pytest.mark.timed
+
 SCRIPTS = ROOT / "scripts"
 TIMEOUT_S = 5.0
 MARGIN_S = 10.0

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timed
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/two_hosts.py"
 REFUSED = 3

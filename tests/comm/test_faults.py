@@ -21,7 +21,7 @@ from fp4_plugin import comm
 from fp4_plugin.errors import CommunicationError
 from tests.distributed import ROOT, free_port, rank_environment
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timed]
 
 TIMEOUT_S = 3.0
 # Ranks notice when the timeout has passed; the rest is for a machine that is busy.

@@ -28,7 +28,7 @@ from fp4_plugin.pretrain import launch
 from fp4_plugin.pretrain.arguments import add_arguments, options_from
 from tests.distributed import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timed, pytest.mark.timeout(240)]
 
 STEPS = 8
 FLAGS = [

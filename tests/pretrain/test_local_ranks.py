@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timed, pytest.mark.timeout(120)]
 
 LAUNCHER = """
 import sys
