@@ -17,7 +17,8 @@ from tests.integrations.training import Trainer, ds_config, skip_if_broken_upstr
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(420)]
 
-STEPS = 8
+# By number of ranks: the error of an update shrinks with its length, and four ranks have more room.
+STEPS = {2: 8, 4: 5}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 ANY_OPTIMIZER = {"zero_allow_untested_optimizer": True}
@@ -94,11 +95,11 @@ def model_checksum(engine):
     return zlib.crc32(b"".join(one.view(torch.int16).numpy().tobytes() for one in data))
 
 
-def train(stage, communication, **settings):
+def train(steps, stage, communication, **settings):
     """(weights before, weights after, losses, checksum, report of the reductions)."""
     trainer = Trainer(config(stage, communication, **settings))
     before = master_weights(trainer.engine)
-    losses = trainer.train(STEPS * settings.get("accumulation", 1))
+    losses = trainer.train(steps * settings.get("accumulation", 1))
     report = trainer.engine.fp4.manifest()["gradient_communication"]
     after = master_weights(trainer.engine)
     checksum = model_checksum(trainer.engine) if stage < 3 else None
@@ -106,14 +107,14 @@ def train(stage, communication, **settings):
     return before, after, losses, checksum, report
 
 
-def observe(names):
+def observe(names, steps):
     initialize_distributed()
     allow_fp16_on_cpu()
     results = {}
     for name in names:
         stage, settings, _ = LAYOUTS[name]
-        before, exact, exact_losses, _, off = train(stage, None, **settings)
-        _, rounded, losses, checksum, report = train(stage, {}, **settings)
+        before, exact, exact_losses, _, off = train(steps, stage, None, **settings)
+        _, rounded, losses, checksum, report = train(steps, stage, {}, **settings)
         results[name] = {
             "update": ((rounded - exact).norm() / (exact - before).norm()).item(),
             "loss": abs(losses[-1] - exact_losses[-1]) / exact_losses[-1],
@@ -123,19 +124,21 @@ def observe(names):
             **{key: report[key] for key in ("calls", "exact_calls", "wire_ratio")},
             "lost": (report["saturated_fraction"], report["underflowed_fraction"]),
         }
-    _, again, *_ = train(2, {})
+    _, again, *_ = train(steps, 2, {})
     results["zero2"]["again"] = zlib.crc32(again.numpy().tobytes())
     return results
 
 
 @pytest.fixture(scope="module")
 def with_two_ranks():
-    return run_ranks(observe, sound(LAYOUTS), timeout_s=380, warm="deepspeed")
+    return run_ranks(observe, sound(LAYOUTS), STEPS[2], timeout_s=380, warm="deepspeed")
 
 
 @pytest.fixture(scope="module")
 def with_four_ranks():
-    return run_ranks(observe, sound(WITH_FOUR_RANKS), num_ranks=4, timeout_s=380, warm="deepspeed")
+    return run_ranks(
+        observe, sound(WITH_FOUR_RANKS), STEPS[4], num_ranks=4, timeout_s=380, warm="deepspeed"
+    )
 
 
 def results_of(name, num_ranks, request):
@@ -170,7 +173,7 @@ def test_gradients_go_by_the_cheapest_collective_and_are_counted(name, num_ranks
     for result in results_of(name, num_ranks, request):
         assert result["state"] == ["off", "active"]
         assert list(result["calls"]) == [collective]
-        assert result["calls"][collective] >= STEPS
+        assert result["calls"][collective] >= STEPS[num_ranks]
         assert result["wire_ratio"] <= WIRE[collective]
         assert result["lost"][0] == 0
         assert result["lost"][1] < 1e-3
@@ -187,4 +190,4 @@ def test_overlap_changes_no_bit(stage, request):
     overlapped = results_of(f"{stage} overlap", 2, request)
     assert [one["weights"] for one in without] == [one["weights"] for one in overlapped]
     assert without[0]["calls"] == overlapped[0]["calls"]
-    assert sum(without[0]["calls"].values()) > STEPS
+    assert sum(without[0]["calls"].values()) > STEPS[2]
