@@ -215,7 +215,7 @@ def roles(manifest):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(everything, num_ranks=4, timeout_s=240)[0]
+    return run_ranks(everything, num_ranks=4, timeout_s=240, warm="megatron")[0]
 
 
 @pytest.mark.parametrize("layout", ["2, False", "2, True", "4, False", "4, True"])

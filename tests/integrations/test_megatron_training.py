@@ -187,7 +187,7 @@ def refused():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(everything, num_ranks=4, timeout_s=240)
+    return run_ranks(everything, num_ranks=4, timeout_s=240, warm="megatron")
 
 
 distributed = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
