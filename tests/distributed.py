@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.warm_ranks import WarmRank
+from tests.warm_ranks import WarmRank, prepare
 
 __all__ = [
     "RankFailure",
@@ -55,17 +55,23 @@ def run_ranks(
     num_ranks: int = 2,
     timeout_s: float = 240.0,
     warm: str | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """`function(*arguments)` on every rank; returns what each returned, in rank order.
 
     `function` is defined at the top level of a file, `arguments` and its result are JSON. The
     process group is not initialised yet when it starts: see `initialize_distributed`. With `warm`,
-    a key of WARM, the rank has imported that already: see tests/warm_ranks.py.
+    a key of WARM, the rank has imported that already: see tests/warm_ranks.py. `environment`: more
+    variables, for fresh interpreters.
     """
+    assert warm is None or environment is None, "what is imported has read its variables"
+    if warm is not None:
+        prepare(warm, [rank_environment(rank, num_ranks, 0, "") for rank in range(num_ranks)])
     with tempfile.TemporaryDirectory(prefix="fp4_ranks_") as folder:
         what = _call_of(function, arguments, folder)
         if warm is None:
-            run_command([sys.executable, __file__, *what], num_ranks=num_ranks, timeout_s=timeout_s)
+            command = [sys.executable, __file__, *what]
+            run_command(command, num_ranks=num_ranks, timeout_s=timeout_s, environment=environment)
         else:
             _run(partial(WarmRank, warm, what), num_ranks, timeout_s)
         return [
@@ -82,6 +88,7 @@ def started_ranks(
 
     What rank r prints goes to `logs`/rank{r}.log.
     """
+    prepare(warm, [rank_environment(rank, num_ranks, 0, str(logs)) for rank in range(num_ranks)])
     port = free_port()
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -164,14 +171,18 @@ class _Rank:
         self._process.wait()
 
     def output(self) -> str:
-        return self._stdout.read_text(errors="replace")
+        return _written(self._stdout)
 
     def report(self, state: str) -> str:
-        stderr = self._stderr.read_text(errors="replace")
+        stdout, stderr = self.output(), _written(self._stderr)
         return (
-            f"--- {self.name} {state}:\n"
-            f"{self.output()[-_TAIL_CHARACTERS:]}\n{stderr[-_TAIL_CHARACTERS:]}"
+            f"--- {self.name} {state}:\n{stdout[-_TAIL_CHARACTERS:]}\n{stderr[-_TAIL_CHARACTERS:]}"
         )
+
+
+def _written(path: Path) -> str:
+    """What a rank has written; nothing if it was ended before it began."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> None:

@@ -117,6 +117,7 @@ class Job:
         overlap: bool = False,
         bf16: bool = False,
         bucket_size: int | None = None,
+        average: bool = False,
         shared_batch: bool = False,
         seed: int = 1,
         layer_spec: Any = None,
@@ -164,6 +165,7 @@ class Job:
                 use_distributed_optimizer=distributed_optimizer,
                 overlap_grad_reduce=overlap,
                 bucket_size=bucket_size,
+                average_in_collective=average,
             ),
             model,
         )

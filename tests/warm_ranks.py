@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["WARM", "WarmRank"]
+__all__ = ["WARM", "WarmRank", "prepare"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a rank would import, fp4_plugin first, down to what DeepSpeed's first engine asks for.
@@ -54,6 +54,16 @@ WARM = {
 _NOT_IN_EVERY_RELEASE = {"deepspeed.runtime.zero.muon.muon_optimizer"}
 
 
+def prepare(kind: str, environments: Sequence[Mapping[str, str]]) -> None:
+    """Return once all imports of ranks with these environments are made, several at a time.
+
+    Before a port is chosen, then: it would be free for somebody else for as long as they take.
+    """
+    parents = [_parent(kind, environment) for environment in environments]
+    for parent in parents:
+        parent.wait_until_ready()
+
+
 class WarmRank:
     """One forked rank in a process group of its own: what `subprocess.Popen` is to a fresh one."""
 
@@ -67,12 +77,12 @@ class WarmRank:
     ) -> None:
         """`kind` is a key of WARM, `arguments` are those of tests.distributed.call."""
         self._parent = _parent(kind, environment)
+        self._parent.wait_until_ready()
         self._parent.ask([list(arguments), dict(environment), str(stdout), str(stderr)])
         self._answers: list[int] = []
 
     @property
     def pid(self) -> int:
-        # Asked for late: the parents of all ranks may be importing at the same time.
         if not self._answers:
             self._hear()
         return self._answers[0]
@@ -107,6 +117,7 @@ class _Parent:
 
     def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
         self.is_free = True
+        self._is_ready = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm_ranks", kind],
             env=dict(environment),
@@ -117,6 +128,11 @@ class _Parent:
             start_new_session=True,
         )
         atexit.register(self.stop)
+
+    def wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self.answer()
+            self._is_ready = True
 
     def ask(self, request: object) -> None:
         """Start a rank. The answers are its process id, at once, and its exit code, in the end."""
@@ -159,6 +175,7 @@ def _fork_on_request(kind: str, run: Callable[..., None]) -> None:
         allowed = ImportError if name in _NOT_IN_EVERY_RELEASE else ()
         with contextlib.suppress(allowed):
             importlib.import_module(name)
+    print(0, file=answers, flush=True)  # ready
     gc.freeze()  # what is imported is no garbage: no rank need look through it
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in a fork"
