@@ -22,6 +22,9 @@ from fp4_plugin.integrations.deepspeed.optimizer_objects import converted, requi
 from fp4_plugin.integrations.deepspeed.optimizer_section import rewritten_optimizer
 from fp4_plugin.optim import FP16StateAdamW
 
+# DeepSpeed before 0.19, when it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*distutils.*:DeprecationWarning")
+
 ASKED = parse_section({}).optimizer_states
 EXACT = parse_section({"optimizer_states": None})
 E4M3 = {**ASKED, "exp_avg": "e4m3"}

@@ -38,6 +38,7 @@ from fp4_plugin.integrations.deepspeed.timeouts import device_of
 from fp4_plugin.integrations.deepspeed.universal_checkpoint import (
     LATEST,
     bare_tensors_named,
+    named_tensors_bared,
     original_path,
     readable_by_stage,
 )
@@ -118,7 +119,10 @@ class Loader(EngineCheckpoints):
             )
             is_from_zero3 = found == scratch and stage < 3
             parameters = self._engine.module.parameters() if is_from_zero3 else iter(())
-            with bare_tensors_named(parameters, scratch):
+            with (
+                bare_tensors_named(parameters, scratch),
+                named_tensors_bared(self._engine.optimizer, scratch),
+            ):
                 request = {**arguments, "load_dir": str(found), "tag": tag}
                 path, state = self._call(original, request)
             return original_path(path, scratch), state

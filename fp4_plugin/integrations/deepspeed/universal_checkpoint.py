@@ -10,6 +10,7 @@ all is as it expects it; the checkpoint itself stays as it is.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,13 @@ from torch import nn
 
 from fp4_plugin.errors import CheckpointError
 
-__all__ = ["LATEST", "bare_tensors_named", "original_path", "readable_by_stage"]
+__all__ = [
+    "LATEST",
+    "bare_tensors_named",
+    "named_tensors_bared",
+    "original_path",
+    "readable_by_stage",
+]
 
 LATEST = "latest_universal"
 
@@ -66,6 +73,29 @@ def bare_tensors_named(parameters: Iterator[nn.Parameter], scratch: Path) -> Ite
     finally:
         for parameter, load in patched:
             setattr(parameter, load.__name__, load)
+
+
+@contextlib.contextmanager
+def named_tensors_bared(optimizer: Any, scratch: Path) -> Iterator[None]:
+    """Meanwhile ZeRO-3 of DeepSpeed before 0.19 also loads the dictionaries of ZeRO-1 and -2."""
+    load = getattr(optimizer, "load_hp_checkpoint_state", None)
+    if load is None or "param" in inspect.signature(load).parameters:  # since 0.19
+        yield
+        return
+
+    def load_bare(folder: str, key: str) -> Any:
+        value = _read(Path(folder) / f"{key}.pt")
+        if not isinstance(value, Mapping):
+            return load(folder, key)
+        with tempfile.TemporaryDirectory(dir=scratch) as bare:
+            torch.save(value["param"], Path(bare) / f"{key}.pt")
+            return load(bare, key)
+
+    optimizer.load_hp_checkpoint_state = load_bare
+    try:
+        yield
+    finally:
+        del optimizer.load_hp_checkpoint_state
 
 
 def _by_scratch(parameter: nn.Parameter, load: Callable[..., Any], scratch: Path) -> Any:
