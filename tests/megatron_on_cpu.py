@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import queue
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +37,9 @@ def on_cpu():
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    # Megatron spawns a process that imports everything anew: ten seconds for an empty queue.
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
+    # Megatron spawns a process that imports everything anew, ten seconds for a queue; one who saves
+    # before going on both fills and empties it.
+    filesystem_async._results_queue = queue.Queue()
     vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 asks for it, there or not
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args: None

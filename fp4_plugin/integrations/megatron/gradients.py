@@ -34,7 +34,6 @@ __all__ = ["GradientCommunication", "refuse_conflicts"]
 
 # Fractions cost a pass over the gradients: counted in every so many-th step, and the first.
 _SAMPLING_INTERVAL = 10
-_MODULE = "megatron.core.distributed.param_and_grad_buffer"
 
 
 def refuse_conflicts(ddp_config: Any, spec: CommunicationSpec) -> None:
@@ -113,18 +112,18 @@ class GradientCommunication:
         return True
 
     def _reduce(self, call: _Call) -> Any:
-        bucket, size = call.bucket, call.group.size()
+        bucket = call.bucket
         if call.is_mean:
-            call.tensor.mul_(1.0 / size)
+            bucket.grads.mul_(1.0 / call.group.size())
         copies = bucket.take_copies()
         if copies is not None:
             self._reducer.traffic.count_exact("copied on tensor-parallel ranks", len(copies))
             dist.all_reduce(copies, group=call.group)
         if call.output is None:
-            pending = self._reducer.all_reduce(call.tensor, call.group, async_op=call.async_op)
+            pending = self._reducer.all_reduce(bucket.grads, call.group, async_op=call.async_op)
         else:
             pending = self._reducer.reduce_scatter(
-                call.output, call.tensor, call.group, async_op=call.async_op
+                call.output, bucket.grads, call.group, async_op=call.async_op
             )
 
         def finish() -> None:
@@ -213,7 +212,6 @@ class _Call:
     """A collective that Megatron asked for. output: this rank's part, for a reduce-scatter."""
 
     bucket: _Bucket
-    tensor: torch.Tensor
     output: torch.Tensor | None
     group: Any
     is_mean: bool
@@ -253,9 +251,7 @@ def _noting(buckets: Sequence[_Bucket], takes: Callable[[int, Any], bool]) -> It
                 return original(*args, **kwargs)
             is_mean = call.get("op") == dist.ReduceOp.AVG
             asynchronous = bool(call.get("async_op", False))
-            calls.append(
-                _Call(bucket, bucket.grads, call.get("output"), group, is_mean, asynchronous)
-            )
+            calls.append(_Call(bucket, call.get("output"), group, is_mean, asynchronous))
             return Pending()
 
         return noted

@@ -102,12 +102,12 @@ def install(config: Fp4Config) -> list[Patch]:
     job = MegatronJob(config)
 
     def get_model(original: Any, model_provider_func: Any, *args: Any, **kwargs: Any) -> Any:
+        from fp4_plugin.integrations.megatron.model import convert_megatron_model
+
         def provide(*provider_args: Any, **provider_kwargs: Any) -> Any:
             model = model_provider_func(*provider_args, **provider_kwargs)
             convert_megatron_model(model, config)
             return model
-
-        from fp4_plugin.integrations.megatron.model import convert_megatron_model
 
         models = original(provide, *args, **kwargs)
         job.built(models, tensor_parallel_size())

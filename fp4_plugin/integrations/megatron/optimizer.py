@@ -32,13 +32,13 @@ from fp4_plugin.optim.states import (
     new_state,
 )
 
-__all__ = ["OptimizerStates", "refuse_settings"]
+__all__ = ["OptimizerStates"]
 
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 _FUSED_ADAM = "FusedAdam"  # of Transformer Engine and of Apex
 
 
-def refuse_settings(asked: Mapping[str, Any]) -> None:
+def _refuse_settings(asked: Mapping[str, Any]) -> None:
     """Raise ConfigError for values of "optimizer_states" that cannot be had under Megatron."""
     if asked["master_weights"] != "fp32":
         raise ConfigError(
@@ -60,7 +60,7 @@ class OptimizerStates:
     """
 
     def __init__(self, optimizer: Any, asked: Mapping[str, Any]) -> None:
-        refuse_settings(asked)
+        _refuse_settings(asked)
         self._asked = asked
         wrappers = [one for one in _wrappers(optimizer) if one.optimizer is not None]
         for wrapper in wrappers:
